@@ -1,0 +1,46 @@
+"""The typed configuration of a run: sections with the field's names, TOML recipes, overrides."""
+
+from megascale.config.load import load_config, parse_config
+from megascale.config.model import ModelConfig, RopeScaling
+from megascale.config.parallelism import ActivationCheckpointConfig, ParallelismConfig
+from megascale.config.presets import PRESETS
+from megascale.config.run import (
+    CheckpointConfig,
+    CommConfig,
+    DataConfig,
+    DebugConfig,
+    JobConfig,
+    MetricsConfig,
+    RunConfig,
+    TelemetryConfig,
+    ValidationConfig,
+)
+from megascale.config.training import (
+    BatchRampUp,
+    LrSchedulerConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
+
+__all__ = [
+    "PRESETS",
+    "ActivationCheckpointConfig",
+    "BatchRampUp",
+    "CheckpointConfig",
+    "CommConfig",
+    "DataConfig",
+    "DebugConfig",
+    "JobConfig",
+    "LrSchedulerConfig",
+    "MetricsConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelismConfig",
+    "RopeScaling",
+    "RunConfig",
+    "TelemetryConfig",
+    "TrainingConfig",
+    "ValidationConfig",
+    "load_config",
+    "parse_config",
+]

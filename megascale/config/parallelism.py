@@ -1,0 +1,74 @@
+"""`[parallelism]` and `[activation_checkpoint]`: how the model is spread, and what is recomputed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from megascale.config.base import Section
+
+
+class ParallelismConfig(Section):
+    """Degrees of 3D parallelism (MegaScale 2); sequence parallelism always goes with tensor."""
+
+    layout: Literal["manual", "auto"] = Field("manual", description="auto: ask the planner")
+    tensor_parallel_size: int = Field(1, ge=1)
+    pipeline_parallel_size: int = Field(1, ge=1)
+    virtual_pipeline_size: int = Field(1, ge=1, description="model chunks a stage")
+    data_parallel_size: int = Field(-1, description="-1: what the world size leaves")
+    zero_stage: Literal[1, 2] = Field(
+        1, description="1: optimizer state sharded over data ranks; 2: gradients too"
+    )
+    pipeline_schedule: Literal["auto", "gpipe", "1f1b", "interleaved_1f1b"] = "auto"
+    pipeline_transfers: Literal["decoupled", "coupled"] = Field(
+        "decoupled", description="sends and receives on their own (MegaScale 3.2), or paired"
+    )
+    flux: Literal["auto", "fused", "chunked", "reference"] = Field(
+        "auto", description="how tensor-parallel communication meets its GEMM"
+    )
+    bucket_mb: float = Field(
+        200.0, gt=0.0, description="data-parallel communication unit: layers joined up to this"
+    )
+
+    @model_validator(mode="after")
+    def _degrees_agree(self) -> ParallelismConfig:
+        if self.data_parallel_size == 0 or self.data_parallel_size < -1:
+            raise ValueError(
+                f"parallelism.data_parallel_size is {self.data_parallel_size}; "
+                "legal: a positive number, or -1 for what the world size leaves"
+            )
+        if self.virtual_pipeline_size > 1 and self.pipeline_parallel_size == 1:
+            raise ValueError(
+                f"parallelism.virtual_pipeline_size is {self.virtual_pipeline_size} without a "
+                "pipeline; set parallelism.pipeline_parallel_size above 1, or virtual to 1"
+            )
+        if self.virtual_pipeline_size > 1 and self.pipeline_schedule in ("1f1b", "gpipe"):
+            raise ValueError(
+                f"parallelism.pipeline_schedule {self.pipeline_schedule!r} runs one chunk a stage, "
+                f"got virtual_pipeline_size {self.virtual_pipeline_size}; "
+                "use 'interleaved_1f1b' or 'auto'"
+            )
+        return self
+
+    @property
+    def schedule(self) -> str:
+        """The schedule's name with "auto" resolved: interleaved where there are chunks."""
+        if self.pipeline_schedule != "auto":
+            return self.pipeline_schedule
+        return "interleaved_1f1b" if self.virtual_pipeline_size > 1 else "1f1b"
+
+    @property
+    def num_chunks(self) -> int:
+        """Model chunks over the whole pipeline."""
+        return self.pipeline_parallel_size * self.virtual_pipeline_size
+
+    @property
+    def model_parallel_size(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+class ActivationCheckpointConfig(Section):
+    """Recomputation: none; selective (attention core and activation); full (each layer)."""
+
+    mode: Literal["none", "selective", "full"] = "none"

@@ -1,0 +1,221 @@
+"""`RunConfig`: all sections of a run, and the rules that span sections.
+
+A rule about one section lives in that section's class. A rule about two lives here, is checked
+before anything starts, and says what was got, what is legal and what to do.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from megascale.config.base import Section
+from megascale.config.model import ModelConfig
+from megascale.config.parallelism import ActivationCheckpointConfig, ParallelismConfig
+from megascale.config.training import LrSchedulerConfig, OptimizerConfig, TrainingConfig
+from megascale.errors import ConfigError
+from megascale.topology import Mesh
+
+
+class JobConfig(Section):
+    """Where a run writes, and what it is called."""
+
+    run_dir: str = Field("runs/default", description="one run a folder; resume is explicit")
+    description: str = ""
+
+
+class DataConfig(Section):
+    """A folder written by `megascale data prepare`, or synthetic tokens for benchmarks."""
+
+    path: str = Field("", description="prepared folder; empty with synthetic = true")
+    synthetic: bool = Field(False, description="seeded random tokens, no files")
+    packing: Literal["concat", "pad"] = Field(
+        "concat", description="documents joined and cut, or one padded document a sample"
+    )
+    mask_end_of_document: bool = Field(
+        False, description="no loss on predicting the token after a document's end"
+    )
+    prefetch: int = Field(2, ge=0, description="global batches read ahead")
+
+
+class ValidationConfig(Section):
+    """Loss on the held-out split, every `interval` steps and at the end; 0: never."""
+
+    interval: int = Field(0, ge=0)
+    batches: int = Field(4, ge=1, description="global batches a validation")
+
+
+class CheckpointConfig(Section):
+    """What is saved, when, and what a run starts from."""
+
+    enable: bool = True
+    interval: int = Field(0, ge=0, description="steps between checkpoints; 0: only at the end")
+    keep_latest_k: int = Field(3, ge=1)
+    save_at_end: bool = True
+    initial_load_path: str = Field(
+        "", description="checkpoint or run folder of ours, or a Hugging Face folder"
+    )
+    initial_load_in_hf: bool = Field(False, description="initial_load_path is Hugging Face's")
+
+
+class MetricsConfig(Section):
+    """The log line, JSONL and TensorBoard."""
+
+    log_interval: int = Field(1, ge=1)
+    tensorboard: bool = True
+    peak_tflops: float | None = Field(
+        None, gt=0.0, description="None: known devices only; an unknown device prints no MFU"
+    )
+
+
+class TelemetryConfig(Section):
+    """The recorder (MegaScale 5.1): spans of every phase, one line file a rank."""
+
+    enable: bool = True
+    span_interval: int = Field(
+        10, ge=1, description="full spans every N steps; sums per phase every step"
+    )
+    buffer_events: int = Field(65536, ge=16, description="full: drop and count, never block")
+
+
+class CommConfig(Section):
+    """Process groups."""
+
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    init_store: Literal["tcp", "redis"] = "tcp"
+    init_timeout_s: float = Field(300.0, gt=0.0)
+    timeout_s: float = Field(600.0, gt=0.0, description="deadline of a collective")
+
+
+class DebugConfig(Section):
+    """Slower, for finding faults."""
+
+    deterministic: bool = False
+    check_replicas_interval: int = Field(
+        0, ge=0, description="compare parameter hashes over data ranks every N steps; 0: never"
+    )
+
+
+class RunConfig(Section):
+    """Everything a run needs. Stored, resolved, in the run folder."""
+
+    job: JobConfig = JobConfig()
+    model: ModelConfig = ModelConfig()
+    parallelism: ParallelismConfig = ParallelismConfig()
+    activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
+    training: TrainingConfig = TrainingConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    lr_scheduler: LrSchedulerConfig = LrSchedulerConfig()
+    data: DataConfig = DataConfig()
+    validation: ValidationConfig = ValidationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    comm: CommConfig = CommConfig()
+    debug: DebugConfig = DebugConfig()
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> RunConfig:
+        self._check_tensor_parallel()
+        self._check_pipeline()
+        self._check_positions()
+        return self
+
+    def _check_tensor_parallel(self) -> None:
+        tp = self.parallelism.tensor_parallel_size
+        for name, value in (
+            ("model.num_heads", self.model.num_heads),
+            ("model.num_kv_heads", self.model.kv_heads),
+            ("model.ffn_hidden_size", self.model.ffn_size),
+        ):
+            if value % tp:
+                raise ValueError(
+                    f"parallelism.tensor_parallel_size {tp} does not divide {name} {value}; "
+                    f"legal sizes: {_divisors(value)}"
+                )
+        tokens = self.training.micro_batch_size * self.training.seq_len
+        if tokens % tp:
+            raise ValueError(
+                f"parallelism.tensor_parallel_size {tp} does not divide the {tokens} tokens of a "
+                "micro-batch (micro_batch_size x seq_len), which sequence parallelism splits; "
+                "change training.seq_len or training.micro_batch_size"
+            )
+
+    def _check_pipeline(self) -> None:
+        chunks = self.parallelism.num_chunks
+        if self.model.num_layers < chunks:
+            raise ValueError(
+                f"model.num_layers {self.model.num_layers} cannot fill {chunks} chunks "
+                f"(pipeline_parallel_size {self.parallelism.pipeline_parallel_size} x "
+                f"virtual_pipeline_size {self.parallelism.virtual_pipeline_size}); each chunk "
+                "needs a layer: lower one of the two"
+            )
+
+    def _check_positions(self) -> None:
+        rows = self.model.max_seq_len
+        if self.model.position == "learned" and rows is not None and rows < self.training.seq_len:
+            raise ValueError(
+                f"training.seq_len {self.training.seq_len} is longer than the {rows} learned "
+                "positions of model.max_seq_len; raise max_seq_len or shorten seq_len"
+            )
+
+    @property
+    def learned_positions(self) -> int:
+        """Rows of the learned position table."""
+        return self.model.max_seq_len or self.training.seq_len
+
+    def mesh(self, world_size: int) -> Mesh:
+        """The mesh on `world_size` ranks, with the batch rules checked on it.
+
+        Raises ConfigError where the degrees do not fill the world or the batch does not divide.
+        """
+        par = self.parallelism
+        model_ranks = par.model_parallel_size
+        if world_size % model_ranks:
+            raise ConfigError(
+                f"{world_size} ranks cannot hold tensor_parallel_size {par.tensor_parallel_size} x "
+                f"pipeline_parallel_size {par.pipeline_parallel_size} = {model_ranks} ranks a "
+                f"model replica; start a multiple of {model_ranks} ranks (--nproc)"
+            )
+        data = world_size // model_ranks
+        if par.data_parallel_size not in (-1, data):
+            raise ConfigError(
+                f"parallelism.data_parallel_size is {par.data_parallel_size}, but {world_size} "
+                f"ranks leave {data}; set it to {data} or -1, or start "
+                f"{par.data_parallel_size * model_ranks} ranks (--nproc)"
+            )
+        for batch in self.training.batch_sizes():
+            self.micro_batches(batch, data)
+        return Mesh(par.tensor_parallel_size, data, par.pipeline_parallel_size)
+
+    def micro_batches(self, global_batch: int, data_parallel_size: int) -> int:
+        """Micro-batches a pipeline runs for one step of `global_batch` sequences."""
+        par, micro = self.parallelism, self.training.micro_batch_size
+        unit = micro * data_parallel_size
+        if global_batch % unit:
+            raise ConfigError(
+                f"global batch {global_batch} is not a multiple of micro_batch_size {micro} x "
+                f"data_parallel_size {data_parallel_size} = {unit}; "
+                f"nearest legal: {global_batch // unit * unit or unit} or "
+                f"{(global_batch // unit + 1) * unit}"
+            )
+        count = global_batch // unit
+        pp = par.pipeline_parallel_size
+        if count < pp:
+            raise ConfigError(
+                f"{count} micro-batches cannot fill a pipeline of {pp} stages; the smallest legal "
+                f"global batch is {pp * unit}, got {global_batch}"
+            )
+        if par.schedule == "interleaved_1f1b" and count % pp:
+            raise ConfigError(
+                f"the interleaved schedule needs micro-batches in multiples of "
+                f"pipeline_parallel_size {pp}, got {count}; the nearest legal global batches are "
+                f"{count // pp * pp * unit} and {(count // pp + 1) * pp * unit}"
+            )
+        return count
+
+
+def _divisors(number: int) -> str:
+    small = [d for d in range(1, min(number, 1024) + 1) if number % d == 0]
+    return ", ".join(map(str, small[:12]))
