@@ -1,0 +1,84 @@
+# The house's commands. `make` alone lists them.
+#
+# `make env` never lets pip choose a torch: an unpinned one is a CUDA build of several GB. torch is
+# installed first, at the exact version of the constraints, and everything else beside it.
+
+PYTHON ?= python3
+VENV ?= .venv
+RANKS ?= 4
+PYTEST_ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+CONSTRAINTS := constraints-cpu.txt
+CORE := $(VENV)/.core-installed
+DEV := $(VENV)/.dev-installed
+DATA := runs/data/stdlib
+RUN := runs/first-run-$(shell date +%Y%m%d-%H%M%S)
+FAST := not full and not slow and not gpu and not multi_gpu
+
+.DEFAULT_GOAL := help
+.PHONY: help env env-dev train test test-all check format bench wheels docs hooks clean
+
+help: ## list these commands
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1|\2/p' $(MAKEFILE_LIST) \
+	    | while IFS='|' read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
+
+env: $(CORE) ## make the environment that training needs (.venv)
+
+env-dev: $(DEV) ## the same and what the tests and checks need
+
+$(CORE): pyproject.toml $(CONSTRAINTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) $$(grep '^torch==' $(CONSTRAINTS)) -c $(CONSTRAINTS)
+	$(PIP) --editable . tensorboard -c $(CONSTRAINTS)
+	@touch $@
+
+$(DEV): $(CORE)
+	$(PIP) --editable '.[dev]' -c $(CONSTRAINTS)
+	@touch $@
+
+train: $(CORE) | $(DATA) ## train a small model on real text with 4 processes, and sample from it
+	$(BIN)/megascale train recipes/first-run.toml --nproc $(RANKS) --set job.run_dir=$(RUN)
+	$(BIN)/megascale generate $(RUN) --prompt "def "
+	@echo
+	@echo "The run is in $(RUN): its configuration, metrics, events and checkpoints."
+	@echo "Curves: $(BIN)/tensorboard --logdir $(RUN)"
+
+$(DATA): | $(CORE)
+	$(BIN)/megascale data prepare --input stdlib --tokenizer train:BPE:4096 --output $(DATA)
+
+test: $(DEV) ## every test that needs no GPU and is not slow: what CI runs
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-all: $(DEV) ## the slow tests too, and those for the GPUs that are here
+	$(BIN)/python -m pytest -m "" $(PYTEST_ARGS)
+
+check: $(DEV) ## format, lint, types, import direction, generated pages, fast tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m tools.config_reference --check
+	$(BIN)/python -m tools.tables --check
+	$(BIN)/python -m pytest -q -m "$(FAST)" $(PYTEST_ARGS)
+
+format: $(DEV) ## format the code and mend what ruff can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(DEV) ## write the generated pages and tables anew
+	$(BIN)/python -m tools.config_reference
+	$(BIN)/python -m tools.tables
+
+bench: $(DEV) ## the benchmarks that run on this machine; rows go to benchmarks/results/
+	@echo "benchmarks/README.md lists the benchmarks and the machine that each needs"
+
+wheels: $(DEV) ## fetch the wheels that an offline GPU machine (Python 3.12) lacks into wheels/
+	bash tools/wheels.sh
+
+hooks: ## run `make check` before each commit
+	bash tools/install-hooks.sh
+
+clean: ## remove the environment, caches and fetched wheels (not runs/)
+	rm -rf $(VENV) wheels build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

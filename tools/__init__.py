@@ -1,0 +1,1 @@
+"""Scripts of the house: they write generated pages and tables, and prepare machines."""
