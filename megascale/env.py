@@ -1,0 +1,242 @@
+"""The only reader of environment variables in the package.
+
+Which rank this process is comes from torchrun's variables (`megascale train --nproc` sets the same)
+or from those of an srun step; without either it is the only rank. torchrun's win, because
+`srun torchrun` is usual and there srun's name the node. A partial or contradicting set is refused:
+a rank that guesses its number makes every other rank wait for one that never comes.
+
+Every function takes the variables as a mapping, so that nothing here has to be patched in tests.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from megascale.errors import LaunchError
+
+# NVLink multicast stays off in every process; children inherit these through `child_environment`.
+MULTICAST_OFF = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_SRUN = ("SLURM_PROCID", "SLURM_LOCALID")
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """Who this process is among the ranks of its job, and where they meet."""
+
+    global_rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str | None = None
+    master_port: int | None = None
+    launcher: Literal["none", "torchrun", "srun"] = "none"
+    agent_store: bool = False  # torchrun's agent already serves the store at the master address
+
+    def __post_init__(self) -> None:
+        got = f"rank {self.global_rank} of {self.world_size}"
+        if not 0 <= self.global_rank < self.world_size:
+            raise LaunchError(f"{got}; ranks go from 0 to world size - 1 ({self.launcher})")
+        if not 0 <= self.local_rank < self.local_world_size <= self.world_size:
+            raise LaunchError(
+                f"{got} is local rank {self.local_rank} of {self.local_world_size}; local ranks go "
+                f"from 0 to local world size - 1, at most the world size ({self.launcher})"
+            )
+        if (self.master_addr is None) != (self.master_port is None):
+            raise LaunchError(
+                f"MASTER_ADDR is {self.master_addr} and MASTER_PORT is {self.master_port}; "
+                "set both or neither"
+            )
+
+    @property
+    def rendezvous(self) -> tuple[str, int]:
+        """(host, port) of the store. LaunchError where the launcher gave none."""
+        if self.master_addr is None or self.master_port is None:
+            raise LaunchError(
+                f"rank {self.global_rank} of {self.world_size} knows no meeting place; "
+                "set MASTER_ADDR and MASTER_PORT, or start with megascale train --nproc"
+            )
+        return self.master_addr, self.master_port
+
+
+@dataclass(frozen=True)
+class AgentEnvironment:
+    """What a cluster agent hands to the trainers that it starts, as MEGASCALE_* variables."""
+
+    progress_page: str | None = None  # MEGASCALE_PROGRESS_PAGE: file of 64 bytes, see events.py
+    epoch: int = 0  # MEGASCALE_EPOCH: incarnation of the job; fences what an old one still writes
+
+
+def rank_environment(variables: Mapping[str, str] | None = None) -> RankEnvironment:
+    """The rank that a launcher made of this process; a world of one without a launcher.
+
+    Raises LaunchError for a set of variables that is incomplete, not a number, or contradicts.
+    """
+    env = os.environ if variables is None else variables
+    on_srun = "SLURM_STEP_ID" in env  # absent in a batch script, where SLURM_PROCID is 0 as well
+    if "RANK" in env or "LOCAL_RANK" in env or ("WORLD_SIZE" in env and not on_srun):
+        return _from_torchrun(env)
+    if on_srun:
+        return _from_srun(env)
+    return RankEnvironment()
+
+
+def _from_torchrun(env: Mapping[str, str]) -> RankEnvironment:
+    _require(env, _TORCHRUN, "torchrun")
+    global_rank, world_size, local_rank = (_integer(env, name) for name in _TORCHRUN)
+    if "LOCAL_WORLD_SIZE" in env:
+        local_world_size = _integer(env, "LOCAL_WORLD_SIZE")
+    elif local_rank == global_rank:
+        local_world_size = world_size  # one node
+    else:
+        raise LaunchError(
+            f"RANK {global_rank} is LOCAL_RANK {local_rank}, so there are several nodes; "
+            "set LOCAL_WORLD_SIZE to the ranks of this node"
+        )
+    return RankEnvironment(
+        global_rank=global_rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        master_addr=env.get("MASTER_ADDR"),
+        master_port=_integer(env, "MASTER_PORT") if "MASTER_PORT" in env else None,
+        launcher="torchrun",
+        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _from_srun(env: Mapping[str, str]) -> RankEnvironment:
+    # The step's own values come first: in an interactive step the others are the allocation's.
+    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    nodes = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in env else "SLURM_NODELIST"
+    _require(env, (*_SRUN, tasks, nodes), "srun")
+    world_size = _integer(env, tasks)
+    if "WORLD_SIZE" in env and _integer(env, "WORLD_SIZE") != world_size:
+        raise LaunchError(
+            f"WORLD_SIZE is {env['WORLD_SIZE']}, but srun started {world_size} tasks; "
+            "unset WORLD_SIZE or start as many tasks"
+        )
+    local_rank = _integer(env, "SLURM_LOCALID")
+    return RankEnvironment(
+        global_rank=_integer(env, "SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=_srun_local_world_size(env, world_size),
+        master_addr=env.get("MASTER_ADDR") or first_slurm_node(env[nodes]),
+        master_port=_integer(env, "MASTER_PORT") if "MASTER_PORT" in env else _srun_port(env),
+        launcher="srun",
+    )
+
+
+def _srun_local_world_size(env: Mapping[str, str], world_size: int) -> int:
+    """Tasks on this node, from a list such as `4(x2),3` with a count for each node."""
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    if name not in env and "SLURM_TASKS_PER_NODE" in env:
+        name = "SLURM_TASKS_PER_NODE"
+    _require(env, (name, "SLURM_NODEID"), "srun")
+    counts: list[int] = []
+    for part in env[name].split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if not found:
+            raise LaunchError(f"{name} is {env[name]!r}; expected a list such as '4(x2),3'")
+        counts += [int(found[1])] * int(found[2] or 1)
+    node = _integer(env, "SLURM_NODEID")
+    if node >= len(counts) or sum(counts) != world_size:
+        raise LaunchError(
+            f"{name} {env[name]!r} does not describe {world_size} tasks with this one on node "
+            f"{node}; start the program with srun"
+        )
+    return counts[node]
+
+
+def first_slurm_node(nodelist: str) -> str:
+    """First host of a Slurm node list: 'gpu[003-007,9],cpu1' -> 'gpu003'."""
+    found = re.match(r"([^,\[\s]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodelist)
+    if not found:
+        raise LaunchError(f"Slurm's node list {nodelist!r} names no node; set MASTER_ADDR")
+    return found[1] + (found[2] or "") + (found[3] or "")
+
+
+def _srun_port(env: Mapping[str, str]) -> int:
+    """A port below the ephemeral range that all tasks of a step, and few other steps, compute."""
+    _require(env, ("SLURM_JOB_ID", "SLURM_STEP_ID"), "srun")
+    job, step = _integer(env, "SLURM_JOB_ID"), _integer(env, "SLURM_STEP_ID")
+    return 20_000 + (31 * job + step) % 10_000
+
+
+def agent_environment(variables: Mapping[str, str] | None = None) -> AgentEnvironment:
+    """The MEGASCALE_* variables. LaunchError for one that is not known or not a number."""
+    env = os.environ if variables is None else variables
+    known = {"MEGASCALE_PROGRESS_PAGE", "MEGASCALE_EPOCH"}
+    unknown = sorted(name for name in env if name.startswith("MEGASCALE_") and name not in known)
+    if unknown:
+        raise LaunchError(f"unknown variable {unknown[0]}; known: {', '.join(sorted(known))}")
+    epoch = _integer(env, "MEGASCALE_EPOCH") if "MEGASCALE_EPOCH" in env else 0
+    return AgentEnvironment(progress_page=env.get("MEGASCALE_PROGRESS_PAGE"), epoch=epoch)
+
+
+def require_multicast_off(variables: Mapping[str, str] | None = None) -> None:
+    """LaunchError unless NVLink multicast is switched off in NCCL, torch and NVSHMEM."""
+    env = os.environ if variables is None else variables
+    wrong = [
+        f"{name} is {env.get(name, 'not set')}, must be {value}"
+        for name, value in MULTICAST_OFF.items()
+        if env.get(name) != value
+    ]
+    if wrong:
+        raise LaunchError(
+            f"NVLink multicast is not switched off: {'; '.join(wrong)}; set them before the start"
+        )
+
+
+def child_environment(
+    changes: Mapping[str, str], variables: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Variables for a process that this one starts: its own, multicast off, then `changes`."""
+    env = os.environ if variables is None else variables
+    return {**env, **MULTICAST_OFF, **changes}
+
+
+def hostname() -> str:
+    return socket.gethostname()
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of those `packages` that are installed; the others are absent."""
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _require(env: Mapping[str, str], names: Iterable[str], launcher: str) -> None:
+    names = tuple(names)
+    missing = [name for name in names if name not in env]
+    if missing:
+        there = [name for name in names if name in env]
+        raise LaunchError(
+            f"{launcher}'s variables are incomplete: {', '.join(missing)} not set"
+            + (f" beside {', '.join(there)}" if there else "")
+            + f"; set all of {', '.join(names)} or none"
+        )
+
+
+def _integer(env: Mapping[str, str], name: str) -> int:
+    try:
+        return int(env[name])
+    except ValueError:
+        raise LaunchError(f"{name} is {env[name]!r}; it must be a whole number") from None
