@@ -1,0 +1,21 @@
+"""From `[optimizer]` to an optimizer. A new one is a module beside `adamw.py` and a row here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megascale.config import OptimizerConfig
+from megascale.optim.adamw import AdamW
+from megascale.optim.lamb import Lamb
+from megascale.optim.norms import Reductions
+from megascale.optim.optimizer import Optimizer
+from megascale.optim.segments import Flat
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "lamb": Lamb}
+
+
+def build_optimizer(
+    cfg: OptimizerConfig, flats: Sequence[Flat], reductions: Reductions
+) -> Optimizer:
+    """The optimizer that `cfg.name` asks for, with zero moments, on this rank's `flats`."""
+    return OPTIMIZERS[cfg.name](cfg, flats, reductions)

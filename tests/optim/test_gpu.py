@@ -1,0 +1,56 @@
+"""On a GPU: the values of the CPU, the same bits on each run, and no wait for the device."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+import torch
+
+from megascale.config import OptimizerConfig
+from megascale.optim import Flat, Optimizer, Reductions, build_optimizer
+from tests.optim.shards import make_flats, random_like, set_grads
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SHAPES = {"a.weight": (700, 500), "a.bias": (701,), "b.weight": (33, 1100), "norm.weight": (5,)}
+PARAMS = random_like({n: torch.empty(s) for n, s in SHAPES.items()}, seed=0)
+
+
+def _build(name: Literal["adamw", "lamb"], device: str) -> tuple[list[Flat], Optimizer]:
+    flats = make_flats({n: p.to(device) for n, p in PARAMS.items()})
+    return flats, build_optimizer(OptimizerConfig(name=name), flats, Reductions(tuple(PARAMS)))
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+def test_values_masking_and_no_host_wait(name: Literal["adamw", "lamb"]) -> None:
+    runs = [_build(name, device) for device in ("cpu", "cuda", "cuda")]
+    for step in range(6):
+        grads = random_like(PARAMS, seed=step + 1)
+        if step == 3:
+            grads["b.weight"][2, 2] = float("nan")
+        results = []
+        for flats, optimizer in runs:
+            device = flats[0].master.device
+            set_grads(flats, {n: g.to(device) for n, g in grads.items()})
+            before = [f.master.clone() for f in flats]
+            scale = torch.tensor(0.5, device=device)
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                results.append(optimizer.step(1e-2, scale))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            kept = all(torch.equal(a, f.master) for a, f in zip(before, flats, strict=True))
+            assert kept == (step == 3)
+            assert results[-1].name_of_worst() == ("b.weight" if step == 3 else None)
+        torch.testing.assert_close(
+            results[1].norm.cpu(), results[0].norm, rtol=1e-12, atol=0, equal_nan=True
+        )
+    (cpu, _), (first, _), (second, _) = runs
+    for a, b, c in zip(cpu, first, second, strict=True):
+        torch.testing.assert_close(b.master.cpu(), a.master, rtol=1e-5, atol=1e-6)
+        assert torch.equal(b.master, c.master)
