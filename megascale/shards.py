@@ -55,7 +55,8 @@ class Block:
                    and row-major in `box.shape`
     replicated     every tensor-parallel rank stores the same values; its gradient is partial on
                    each and must be summed over the group; counted once in norms and checkpoints
-    tied_copy      a second copy of a parameter owned by another pipeline stage (tied head)
+    tied           another pipeline stage stores the same parameter; gradients are summed over both
+    tied_copy      of those two, the one that norms and checkpoints do not count
     """
 
     name: str
@@ -63,6 +64,7 @@ class Block:
     box: Box
     start: int
     replicated: bool = False
+    tied: bool = False
     tied_copy: bool = False
 
     @property

@@ -1,0 +1,1 @@
+"""Makes the plan real: groups, tensor/sequence parallelism, sharded data parallelism, pipeline."""

@@ -1,0 +1,102 @@
+"""Process groups of a mesh (MegaScale 3.5).
+
+Groups are created in one global order (tensor, data, pipeline, embedding) and each rank creates
+only the groups that it belongs to, with no barrier over all ranks a group: the cost grows with the
+degree of the axes, not with the number of groups in the cluster. An axis of degree 1 has no group
+(None) and no communication. The time of each creation is kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megascale.config import CommConfig
+from megascale.errors import LaunchError
+from megascale.topology import Coordinates, Mesh
+
+Group = dist.ProcessGroup | None
+
+
+@dataclass
+class Groups:
+    """This rank's place and its group along each axis."""
+
+    mesh: Mesh
+    coordinates: Coordinates
+    tensor: Group = None
+    data: Group = None
+    pipeline: Group = None
+    embedding: Group = None  # first and last stage, where embeddings are tied
+    creation_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.coordinates.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.coordinates.pp_rank == self.mesh.pipeline - 1
+
+
+def create_groups(mesh: Mesh, *, tied_embeddings: bool, timeout_s: float) -> Groups:
+    """This rank's groups; the default group must be initialised where the world is above 1."""
+    global_rank = dist.get_rank() if dist.is_initialized() else 0
+    groups = Groups(mesh, mesh.coordinates(global_rank))
+    wanted: list[tuple[str, list[list[int]]]] = [
+        (axis, mesh.groups(axis)) for axis in ("tensor", "data", "pipeline")
+    ]
+    if tied_embeddings:
+        wanted.append(("embedding", mesh.embedding_groups()))
+    for name, members in wanted:
+        own = next((ranks for ranks in members if global_rank in ranks), None)
+        if own is None or len(own) == 1:
+            continue
+        start = time.monotonic()
+        group = dist.new_group(
+            own, timeout=timedelta(seconds=timeout_s), use_local_synchronization=True
+        )
+        groups.creation_s[name] = time.monotonic() - start
+        setattr(groups, name, group)
+    return groups
+
+
+def summer(group: Group) -> Callable[[Tensor], Tensor]:
+    """A function that sums a small tensor over `group` in place; the identity for None."""
+
+    def sum_over_group(values: Tensor) -> Tensor:
+        if group is not None:
+            dist.all_reduce(values, group=group)
+        return values
+
+    return sum_over_group
+
+
+def initialise_world(
+    comm: CommConfig, *, rank: int, world_size: int, device: torch.device, init_method: str
+) -> None:
+    """Join the default process group. Raises LaunchError naming the address when peers are late."""
+    backend = comm.backend
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=init_method,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=comm.init_timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"rank {rank} of {world_size} could not join the process group at {init_method} "
+            f"({backend}): {error}; check that all ranks start and that the address and port are "
+            "free and reachable"
+        ) from error

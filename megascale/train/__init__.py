@@ -1,0 +1,1 @@
+"""Composes everything: a run from a `RunConfig`, its loop, its checkpoints, its conversions."""

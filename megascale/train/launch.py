@@ -1,0 +1,146 @@
+"""`megascale train --nproc N`: start N ranks on this machine and watch them as one.
+
+Each rank is the same command under torchrun's variables, so a rank started here, by torchrun or by
+srun runs the same code. Rank 0 writes to the terminal; every other rank to a log file. When one
+rank fails the others are stopped, and the first failure is shown once: ranks that fail because a
+peer vanished are not the news.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from megascale.env import child_environment
+from megascale.errors import LaunchError
+
+GRACE_S = 5.0  # between asking a rank to stop and ending it
+
+
+def launch_local(arguments: Sequence[str], num_ranks: int, logs: Path, port: int | None) -> int:
+    """Run `megascale ARGUMENTS` as `num_ranks` ranks; the exit code of the job.
+
+    Raises LaunchError with the first failure. SIGTERM and SIGINT are passed on to every rank.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    for stale in logs.glob("error-rank*.json"):
+        stale.unlink()
+    port = _free_port() if port is None else _check_port(port)
+    ranks = [_start(arguments, rank, num_ranks, port, logs) for rank in range(num_ranks)]
+
+    def pass_on(signum: int, _frame: FrameType | None) -> None:
+        for process in ranks:
+            if process.poll() is None:
+                process.send_signal(signum)
+
+    old = {s: signal.signal(s, pass_on) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        _wait(ranks, logs)
+    finally:
+        for signum, handler in old.items():
+            signal.signal(signum, handler)
+        _stop(ranks)
+    return 0
+
+
+def record_failure(logs: Path, global_rank: int, message: str, exit_code: int) -> None:
+    """Called by a failing rank: leaves its error, with the time, for whoever started it."""
+    logs.mkdir(parents=True, exist_ok=True)
+    entry = {"time_ns": time.time_ns(), "message": message, "exit_code": exit_code}
+    (logs / f"error-rank{global_rank:05d}.json").write_text(json.dumps(entry))
+
+
+def _start(
+    arguments: Sequence[str], rank: int, num_ranks: int, port: int, logs: Path
+) -> subprocess.Popen[bytes]:
+    environment = child_environment(
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    )
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    log = (logs / f"rank{rank:05d}.log").open("wb")
+    with log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "megascale", *arguments],
+            env=environment,
+            stdout=None if rank == 0 else log,
+            stderr=log,
+        )
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], logs: Path) -> None:
+    while True:
+        codes = [process.poll() for process in ranks]
+        failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
+        if failed:
+            time.sleep(0.5)  # peers that fail in the same moment write their reasons too
+            raise _first_failure(ranks, logs)
+        if all(code == 0 for code in codes):
+            return
+        time.sleep(0.05)
+
+
+def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], logs: Path) -> LaunchError:
+    reasons = {}
+    for file in logs.glob("error-rank*.json"):
+        rank = int(file.stem.removeprefix("error-rank"))
+        reasons[rank] = json.loads(file.read_text())
+    for rank, process in enumerate(ranks):
+        code = process.poll()
+        if code not in (None, 0) and rank not in reasons:
+            what = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited {code}"
+            log = logs / f"rank{rank:05d}.log"
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+            return LaunchError(
+                f"rank {rank} of {len(ranks)} {what}; all ranks were stopped. Its log {log} ends:\n"
+                f"{tail}"
+            )
+    rank = min(reasons, key=lambda r: reasons[r]["time_ns"])
+    error = LaunchError(f"rank {rank} of {len(ranks)}: {reasons[rank]['message']}")
+    error.exit_code = reasons[rank]["exit_code"]
+    return error
+
+
+def _stop(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + GRACE_S
+    for process in ranks:
+        if process.poll() is None:
+            process.terminate()
+    for process in ranks:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _check_port(port: int) -> int:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise LaunchError(
+                f"port {port} on 127.0.0.1 cannot be used ({error.strerror}); choose another "
+                "with --master-port, or leave it out"
+            ) from None
+    return port
