@@ -1,0 +1,80 @@
+"""Which row of a case counts, how it is printed, and that rows which are none are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import tables
+from tools.blocks import update
+
+Row = dict[str, Any]
+
+
+def _row(**changes: Any) -> Row:
+    row = {
+        "bench": "step",
+        "case": {"model": "7b", "tp": 1},
+        "metric": "mfu",
+        "value": 0.5,
+        "baselines": {"megatron_core": 0.544},
+        "target": {"op": ">=", "value": 0.49},
+        "met": True,
+        "device": "NVIDIA H200",
+        "num_devices": 2,
+        "commit": "0123456789abcdef",
+        "dirty": False,
+        "time": "2026-01-01T00:00:00Z",
+    }
+    return row | changes
+
+
+def test_the_newest_clean_row_of_a_case_counts() -> None:
+    rows = [
+        _row(value=0.51, time="2026-01-02T00:00:00Z"),
+        _row(value=0.50, time="2026-01-01T00:00:00Z"),
+        _row(value=0.99, time="2026-01-03T00:00:00Z", dirty=True),
+        _row(value=0.40, case={"tp": 2, "model": "7b"}),
+        _row(value=0.41, case={"model": "7b", "tp": 2}, time="2026-01-02T00:00:00Z"),
+    ]
+    assert [row["value"] for row in tables.newest_clean(rows)] == [0.51, 0.41]
+
+
+def test_two_metrics_of_one_case_are_two_lines() -> None:
+    rows = [_row(), _row(metric="step_s", value=2.6)]
+    assert [row["metric"] for row in tables.newest_clean(rows)] == ["mfu", "step_s"]
+
+
+def test_a_table_shows_case_value_baseline_target_and_origin(tmp_path: Path) -> None:
+    rows = [_row(), _row(case={"model": "175b", "tp": 2}, baselines=None, target=None, met=None)]
+    (tmp_path / "step.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert tables.render("step tp=1", tmp_path) == (
+        "\n| model | metric | value | megatron_core | target | met | device | commit |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
+        "| 7b | mfu | **0.5** | 0.544 | >= 0.49 | yes | 2x NVIDIA H200 | 012345678 |\n\n"
+    )
+    assert "| 175b | 2 | mfu | **0.5** |  |  |  | 2x NVIDIA H200 |" in tables.render(
+        "step", tmp_path
+    )
+    assert "No row has been measured" in tables.render("step tp=8", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{", "step.jsonl:2: not a result row"),
+        (json.dumps({"bench": "step"}), "are missing"),
+        (json.dumps(_row(bench="flux")), "bench is 'flux' in the file of 'step'"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str, complaint: str) -> None:
+    (tmp_path / "step.jsonl").write_text(json.dumps(_row()) + "\n" + line + "\n")
+    with pytest.raises(ValueError, match=complaint):
+        tables.read_rows("step", tmp_path)
+
+
+def test_every_page_is_up_to_date() -> None:
+    assert update(tables.PAGES, "table", tables.render, check=True) == 0
