@@ -1,0 +1,128 @@
+"""The vocabulary of a pipeline schedule: actions, channels, and the schedule itself, as pure data.
+
+MegaScale 3.2 (pipeline parallel). The model is cut into `stages * chunks_per_stage` chunks; chunk c
+lives on stage c % stages. A schedule is one list of actions a stage. Computing actions run in list
+order; transfers are posted in list order and complete on their own, and a compute waits only for
+the receive that feeds it. A zero-bubble schedule adds two kinds (the input's and the weights' half
+of BACKWARD) to `ActionKind` and to `COMPUTES`.
+
+Invariant: `Action.chunk` is always a chunk that the acting stage holds. So SEND_ACTIVATION of chunk
+c carries the output of FORWARD c and meets RECV_ACTIVATION of chunk c + 1, and SEND_GRADIENT of
+chunk c carries the gradient of the input of chunk c and meets RECV_GRADIENT of chunk c - 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+
+
+class ActionKind(Enum):
+    """What a stage does; the values are the short forms of `Schedule.render`."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    SEND_ACTIVATION = "SA"
+    RECV_ACTIVATION = "RA"
+    SEND_GRADIENT = "SG"
+    RECV_GRADIENT = "RG"
+    WAIT = "W"  # before the named compute, wait for every transfer posted (coupled transfers)
+
+
+COMPUTES = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD})
+SENDS = frozenset({ActionKind.SEND_ACTIVATION, ActionKind.SEND_GRADIENT})
+RECEIVES = frozenset({ActionKind.RECV_ACTIVATION, ActionKind.RECV_GRADIENT})
+
+
+class Payload(StrEnum):
+    """What a channel carries."""
+
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+
+
+@dataclass(frozen=True, order=True)
+class Channel:
+    """One direction between two stages for one payload: a communicator of its own."""
+
+    source: int
+    destination: int
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One entry of a stage's list. `peer_stage` is the other end of a transfer, else None."""
+
+    kind: ActionKind
+    chunk: int
+    micro_batch: int
+    peer_stage: int | None = None
+
+    def channel(self, stage: int) -> Channel:
+        """The channel that this transfer of `stage` uses."""
+        assert self.peer_stage is not None, f"{self} of stage {stage} is not a transfer"
+        activation = self.kind in (ActionKind.SEND_ACTIVATION, ActionKind.RECV_ACTIVATION)
+        payload = Payload.ACTIVATION if activation else Payload.GRADIENT
+        if self.kind in SENDS:
+            return Channel(stage, self.peer_stage, payload)
+        return Channel(self.peer_stage, stage, payload)
+
+    def __str__(self) -> str:
+        peer = "" if self.peer_stage is None else f"@{self.peer_stage}"
+        return f"{self.kind.value}{self.chunk}.{self.micro_batch}{peer}"
+
+
+@dataclass(frozen=True)
+class PipelineShape:
+    """How many stages, chunks a stage and micro-batches a step; where each chunk lives."""
+
+    stages: int
+    chunks_per_stage: int
+    micro_batches: int
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "chunks_per_stage", "micro_batches"):
+            assert getattr(self, name) >= 1, f"{name} is at least 1, got {getattr(self, name)}"
+        assert self.stages > 1 or self.chunks_per_stage == 1, (
+            f"{self.chunks_per_stage} chunks on a single stage; chunks need several stages"
+        )
+
+    @property
+    def num_chunks(self) -> int:
+        return self.stages * self.chunks_per_stage
+
+    @property
+    def last_chunk(self) -> int:
+        return self.num_chunks - 1
+
+    def stage_of(self, chunk: int) -> int:
+        return chunk % self.stages
+
+    def chunks_of(self, stage: int) -> range:
+        return range(stage, self.num_chunks, self.stages)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A step of the whole pipeline: `actions[stage]` in order, and the bounds that it promises.
+
+    in_flight_limits[stage]   most (chunk, micro-batch) pairs forwarded and not yet backwarded
+    receive_buffer_limit      most receives posted and not yet consumed, on any stage
+    """
+
+    name: str
+    shape: PipelineShape
+    transfers: str
+    actions: tuple[tuple[Action, ...], ...]
+    in_flight_limits: tuple[int, ...]
+    receive_buffer_limit: int
+    forward_only: bool = False
+
+    def render(self) -> str:
+        """One line a stage, for snapshots and for reading."""
+        lines = (
+            f"stage {stage}: " + " ".join(map(str, actions))
+            for stage, actions in enumerate(self.actions)
+        )
+        return "\n".join(lines) + "\n"

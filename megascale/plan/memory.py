@@ -1,0 +1,144 @@
+"""Predicted memory of a rank, from configuration and mesh alone.
+
+Persistent state follows ZeRO (1910.02054) as `parallel/zero.py` stores it, activations Korthikanti
+et al. (2205.05198, section 4) with flash attention (no scores, one fp32 log-sum-exp a query) and
+counter-based dropout (no masks). With sequence parallelism every stored activation is divided by
+the tensor-parallel size: gathered inputs are gathered again for the backward pass.
+Activations in flight are not a formula: the very actions of the stage are walked.
+
+Not counted: the allocator's reserve, communicators' buffers, temporaries within an operator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from megascale.config import ModelConfig, RunConfig
+from megascale.plan.actions import ActionKind, PipelineShape
+from megascale.plan.parameters import LogicalParameter, chunk_parameters
+from megascale.plan.schedules import build_stage
+from megascale.plan.schedules.transfers import PREFETCH_COMPUTES
+from megascale.plan.stages import split_layers
+from megascale.topology import Mesh
+
+_DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+_BUCKETS_IN_FLIGHT = 3  # ZeRO-2: one that backward fills and two being reduced
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank; all ranks of a stage are alike."""
+
+    parameter_bytes: int
+    main_gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    logits_bytes: int
+    transfer_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def stage_chunks(config: RunConfig, stage: int) -> list[list[LogicalParameter]]:
+    """The logical parameters of each chunk of a stage."""
+    par, model = config.parallelism, config.model
+    layers = split_layers(model.num_layers, par.num_chunks)
+    return [
+        chunk_parameters(
+            model,
+            layers[chunk],
+            embed=chunk == 0,
+            head=chunk == par.num_chunks - 1,
+            num_positions=config.learned_positions,
+        )
+        for chunk in range(stage, par.num_chunks, par.pipeline_parallel_size)
+    ]
+
+
+def predict_memory(config: RunConfig, mesh: Mesh, stage: int) -> RankMemory:
+    """Memory of a rank of `stage` at the worst moment of a step of the full global batch."""
+    training, model = config.training, config.model
+    local = sum(p.local_elements(mesh.tensor) for c in stage_chunks(config, stage) for p in c)
+    dtype_bytes = _DTYPE_BYTES[training.dtype]
+    tokens = training.micro_batch_size * training.seq_len
+    hidden_bytes = dtype_bytes * tokens * model.hidden_size // mesh.tensor
+    logits = 0
+    if stage == mesh.pipeline - 1:
+        logits = dtype_bytes * tokens * -(-model.vocab // mesh.tensor)
+    return RankMemory(
+        parameter_bytes=dtype_bytes * local,
+        main_gradient_bytes=_main_gradient_bytes(config, mesh, local),
+        optimizer_bytes=_optimizer_bytes(training.dtype, local, mesh.data),
+        activation_bytes=_activation_bytes(config, mesh, stage),
+        logits_bytes=logits,
+        transfer_bytes=(1 + PREFETCH_COMPUTES) * hidden_bytes if mesh.pipeline > 1 else 0,
+    )
+
+
+def _main_gradient_bytes(config: RunConfig, mesh: Mesh, local: int) -> int:
+    """fp32 (fp64 for fp64): whole, or under ZeRO-2 a shard and the buckets in flight."""
+    main_bytes = max(4, _DTYPE_BYTES[config.training.dtype])
+    if config.parallelism.zero_stage == 1 or mesh.data == 1:
+        return main_bytes * local
+    bucket = min(local, _bucket_elements(config, mesh))
+    return main_bytes * (-(-local // mesh.data) + min(local, _BUCKETS_IN_FLIGHT * bucket))
+
+
+def _bucket_elements(config: RunConfig, mesh: Mesh) -> int:
+    """Parameters of a bucket: `bucket_mb` of main gradients, never less than a layer."""
+    limit = config.parallelism.bucket_mb * 1e6 / max(4, _DTYPE_BYTES[config.training.dtype])
+    layer = chunk_parameters(config.model, range(1), embed=False, head=False, num_positions=0)
+    return max(int(limit), sum(p.local_elements(mesh.tensor) for p in layer))
+
+
+def _optimizer_bytes(dtype: str, local: int, data: int) -> int:
+    """Two moments, and a master copy where the parameters are not themselves the master."""
+    main_bytes = max(4, _DTYPE_BYTES[dtype])
+    copies = 3 if dtype == "bfloat16" else 2
+    return copies * main_bytes * -(-local // data)
+
+
+def _activation_bytes(config: RunConfig, mesh: Mesh, stage: int) -> int:
+    """The most that is alive at once while the actions of `stage` run in order."""
+    par, model, mode = config.parallelism, config.model, config.activation_checkpoint.mode
+    dtype_bytes = _DTYPE_BYTES[config.training.dtype]
+    tokens = config.training.micro_batch_size * config.training.seq_len
+    per_layer = layer_bytes_per_token(model, mode, dtype_bytes)
+    layers = split_layers(model.num_layers, par.num_chunks)
+    bytes_of = {
+        chunk: len(layers[chunk]) * per_layer
+        + (2 * dtype_bytes * model.hidden_size if chunk == par.num_chunks - 1 else 0)  # final norm
+        for chunk in range(stage, par.num_chunks, par.pipeline_parallel_size)
+    }
+    count = config.micro_batches(config.training.global_batch_size, mesh.data)
+    shape = PipelineShape(par.pipeline_parallel_size, par.virtual_pipeline_size, count)
+    alive = most = 0
+    for action in build_stage(par.schedule, shape, stage, transfers=par.pipeline_transfers):
+        if action.kind is ActionKind.FORWARD:
+            alive += bytes_of[action.chunk]
+        elif action.kind is ActionKind.BACKWARD:
+            alive -= bytes_of[action.chunk]
+        most = max(most, alive)
+    if mode == "full":  # the layer that is being recomputed
+        most += layer_bytes_per_token(model, "none", dtype_bytes)
+    return most * tokens // mesh.tensor
+
+
+def layer_bytes_per_token(model: ModelConfig, recompute: str, dtype_bytes: int) -> int:
+    """Bytes that one layer keeps for the backward pass of one token, before division by TP."""
+    hidden, ffn = model.hidden_size, model.ffn_size
+    if recompute == "full":
+        return dtype_bytes * hidden
+    query, key = model.num_heads * model.dim_per_head, model.kv_heads * model.dim_per_head
+    num_norms = 2 if model.block == "serial" else 1
+    statistics = (2 if model.norm == "layernorm" else 1) * 4
+    elements = num_norms * 2 * hidden  # each norm's input and its output, the linears' input
+    elements += query + 2 * key  # q, k, v as attention reads them
+    elements += query + key if model.qk_norm else 0  # q and k before their norms
+    elements += query  # attention's output, the input of o
+    elements += 2 * ffn if model.gated else ffn  # the activation's input
+    elements += ffn if recompute == "none" else 0  # its output, the input of fc2
+    log_sum_exp = 4 * model.num_heads if recompute == "none" else 0
+    return dtype_bytes * elements + num_norms * statistics + log_sum_exp

@@ -1,0 +1,70 @@
+"""Pipeline schedules by name (MegaScale 2, 3.2). To add one: a file like its siblings, a row here.
+
+A generator gives the rounds of computes of a stage; transfers are inserted by `transfers.py`, the
+same for all. `build_stage` makes one stage's list alone, so that a rank of a long pipeline does not
+pay for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megascale.plan.actions import Action, PipelineShape, Schedule
+from megascale.plan.schedules import forward_only, gpipe, interleaved, one_f_one_b
+from megascale.plan.schedules.rounds import Round
+from megascale.plan.schedules.transfers import PREFETCH_COMPUTES, coupled, decoupled
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """A generator of rounds and the in-flight bound that it promises."""
+
+    rounds: Callable[[PipelineShape, int], list[Round]]
+    in_flight_limit: Callable[[PipelineShape, int], int]
+    forward_only: bool = False
+
+
+SCHEDULES: dict[str, ScheduleKind] = {
+    "gpipe": ScheduleKind(gpipe.rounds, gpipe.in_flight_limit),
+    "1f1b": ScheduleKind(one_f_one_b.rounds, one_f_one_b.in_flight_limit),
+    "interleaved_1f1b": ScheduleKind(interleaved.rounds, interleaved.in_flight_limit),
+    "forward_only": ScheduleKind(forward_only.rounds, forward_only.in_flight_limit, True),
+}
+
+TRANSFERS: dict[str, Callable[[PipelineShape, Sequence[Round]], list[Action]]] = {
+    "decoupled": decoupled,
+    "coupled": coupled,
+}
+
+
+def build_stage(
+    name: str, shape: PipelineShape, stage: int, *, transfers: str = "decoupled"
+) -> tuple[Action, ...]:
+    """The actions of one stage, in order."""
+    assert name in SCHEDULES, f"schedule is one of {list(SCHEDULES)}, got {name!r}"
+    assert transfers in TRANSFERS, f"transfers is one of {list(TRANSFERS)}, got {transfers!r}"
+    assert 0 <= stage < shape.stages, (stage, shape)
+    kind = SCHEDULES[name]
+    assert kind.forward_only or shape.micro_batches >= shape.stages, (
+        f"{shape.micro_batches} micro-batches cannot fill {shape.stages} stages"
+    )
+    return tuple(TRANSFERS[transfers](shape, kind.rounds(shape, stage)))
+
+
+def build_schedule(
+    name: str, *, stages: int, chunks_per_stage: int, micro_batches: int, transfers: str
+) -> Schedule:
+    """The actions of every stage, with the bounds that the schedule promises."""
+    shape = PipelineShape(stages, chunks_per_stage, micro_batches)
+    actions = tuple(build_stage(name, shape, s, transfers=transfers) for s in range(stages))
+    kind = SCHEDULES[name]
+    return Schedule(
+        name=name,
+        shape=shape,
+        transfers=transfers,
+        actions=actions,
+        in_flight_limits=tuple(kind.in_flight_limit(shape, s) for s in range(stages)),
+        receive_buffer_limit=1 + PREFETCH_COMPUTES,
+        forward_only=kind.forward_only,
+    )

@@ -1,0 +1,68 @@
+"""Insert sends and receives into a compute order: decoupled (MegaScale 3.2) or coupled.
+
+Decoupled: every transfer stands alone. A send is posted right after the compute that made its
+value; a receive is posted `PREFETCH_COMPUTES` computes before its consumer. So before a backward of
+the steady phase the receive that is posted feeds the next forward, and transfers run beside
+computation in every phase (MegaScale Figure 4).
+
+Coupled: what is sent after a round and what is received for the next are posted together, and the
+stage waits for all of them, as a batch of paired sends and receives does. The slowest of them
+delays the next compute: the baseline of the ablation.
+
+Invariant: receives are posted in the order of their consumers and sends in the order of their
+producers; `plan/check.py` proves that the two orders agree on each channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megascale.plan.actions import Action, ActionKind, PipelineShape
+from megascale.plan.schedules.rounds import Round
+
+PREFETCH_COMPUTES = 1
+
+
+def decoupled(shape: PipelineShape, rounds: Sequence[Round]) -> list[Action]:
+    computes = [compute for round_ in rounds for compute in round_]
+    actions: list[Action] = []
+    posted = 0
+    for i, compute in enumerate(computes):
+        while posted <= min(i + PREFETCH_COMPUTES, len(computes) - 1):
+            actions += receives_for(shape, computes[posted])
+            posted += 1
+        actions.append(compute)
+        actions += sends_of(shape, compute)
+    return actions
+
+
+def coupled(shape: PipelineShape, rounds: Sequence[Round]) -> list[Action]:
+    actions: list[Action] = []
+    for i, round_ in enumerate(rounds):
+        sends = [send for done in rounds[i - 1] for send in sends_of(shape, done)] if i else []
+        receives = [receive for compute in round_ for receive in receives_for(shape, compute)]
+        if sends or receives:
+            wait = Action(ActionKind.WAIT, round_[0].chunk, round_[0].micro_batch)
+            actions += [*sends, *receives, wait]
+        actions += round_
+    return actions + [send for done in rounds[-1] for send in sends_of(shape, done)]
+
+
+def receives_for(shape: PipelineShape, compute: Action) -> list[Action]:
+    """What feeds `compute`: nothing for the first chunk's forward and the last one's backward."""
+    chunk, m = compute.chunk, compute.micro_batch
+    if compute.kind is ActionKind.FORWARD and chunk > 0:
+        return [Action(ActionKind.RECV_ACTIVATION, chunk, m, shape.stage_of(chunk - 1))]
+    if compute.kind is ActionKind.BACKWARD and chunk < shape.last_chunk:
+        return [Action(ActionKind.RECV_GRADIENT, chunk, m, shape.stage_of(chunk + 1))]
+    return []
+
+
+def sends_of(shape: PipelineShape, compute: Action) -> list[Action]:
+    """Where the result goes: nowhere from the last chunk's forward or the first one's backward."""
+    chunk, m = compute.chunk, compute.micro_batch
+    if compute.kind is ActionKind.FORWARD and chunk < shape.last_chunk:
+        return [Action(ActionKind.SEND_ACTIVATION, chunk, m, shape.stage_of(chunk + 1))]
+    if compute.kind is ActionKind.BACKWARD and chunk > 0:
+        return [Action(ActionKind.SEND_GRADIENT, chunk, m, shape.stage_of(chunk - 1))]
+    return []

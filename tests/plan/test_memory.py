@@ -1,0 +1,115 @@
+"""Predicted memory against published formulas and against hand counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megascale.config import ModelConfig, RunConfig, parse_config
+from megascale.plan.memory import layer_bytes_per_token, predict_memory
+from megascale.topology import Mesh
+
+
+def _config(**sections: Any) -> RunConfig:
+    return parse_config(sections)
+
+
+def test_a_gpt_layer_keeps_korthikanti_s_34_sbh_less_the_dropout_masks() -> None:
+    """34 s b h with flash attention (2205.05198); two one-byte masks are pure functions here."""
+    model = ModelConfig(preset="gpt3-13b")
+    statistics = 2 * 8 + 4 * model.num_heads
+    assert layer_bytes_per_token(model, "none", 2) == 32 * model.hidden_size + statistics
+
+
+def test_a_layer_by_hand() -> None:
+    """Llama: norms in and out 4 x 8, q 8, k and v 2 x 4, o's input 8, gate and up 24, fc2's 12."""
+    shape: dict[str, Any] = {
+        "hidden_size": 8,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_hidden_size": 12,
+    }
+    elements = 32 + 8 + 8 + 8 + 24 + 12
+    llama = ModelConfig(**shape)
+    assert layer_bytes_per_token(llama, "none", 2) == 2 * elements + 2 * 4 + 4 * 4
+    assert layer_bytes_per_token(llama, "selective", 2) == 2 * (elements - 12) + 2 * 4
+    assert layer_bytes_per_token(llama, "full", 2) == 2 * 8
+    parallel = ModelConfig(**shape, block="parallel")
+    assert layer_bytes_per_token(parallel, "none", 2) == 2 * (elements - 16) + 4 + 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "parameter", "optimizer"),
+    [("bfloat16", 2, 12), ("float32", 4, 8), ("float64", 8, 16)],
+)
+def test_state_bytes_a_parameter(dtype: str, parameter: int, optimizer: int) -> None:
+    config = _config(
+        model={"preset": "tiny-llama"}, training={"dtype": dtype, "global_batch_size": 8}
+    )
+    memory = predict_memory(config, Mesh(data=4), 0)
+    count = memory.parameter_bytes // parameter
+    assert count == 238_144
+    assert memory.main_gradient_bytes == max(4, parameter) * count
+    assert memory.optimizer_bytes == optimizer * count // 4
+
+
+def test_zero_2_keeps_a_shard_and_three_buckets() -> None:
+    def gradient_bytes(bucket_mb: float) -> int:
+        config = _config(
+            model={"preset": "tiny-llama"},
+            training={"dtype": "bfloat16", "global_batch_size": 8},
+            parallelism={"zero_stage": 2, "bucket_mb": bucket_mb},
+        )
+        return predict_memory(config, Mesh(data=4), 0).main_gradient_bytes
+
+    count, layer = 238_144, 43_136
+    assert gradient_bytes(0.001) == count + 4 * 3 * layer
+    assert gradient_bytes(1000.0) == count + 4 * count  # one bucket: no more than all of it
+
+
+def test_activations_follow_the_schedule() -> None:
+    """Stage 0 of 1F1B holds p micro-batches, the last stage one; GPipe holds all."""
+
+    def activations(schedule: str, stage: int) -> int:
+        config = _config(
+            model={"preset": "tiny-llama", "num_layers": 8},
+            training={"global_batch_size": 8},
+            parallelism={"pipeline_parallel_size": 4, "pipeline_schedule": schedule},
+        )
+        return predict_memory(config, Mesh(pipeline=4), stage).activation_bytes
+
+    one = activations("1f1b", 2) // 2
+    assert activations("1f1b", 0) == 4 * one
+    assert activations("1f1b", 1) == 3 * one
+    assert activations("gpipe", 0) == 8 * one
+    final_norm = 2 * 4 * 64 * 256
+    assert activations("1f1b", 3) == one + final_norm
+
+
+def test_tensor_parallel_divides_activations_logits_and_sharded_parameters() -> None:
+    def memory(tp: int) -> Any:
+        config = _config(model={"preset": "tiny-llama"}, parallelism={"tensor_parallel_size": tp})
+        return predict_memory(config, Mesh(tensor=tp), 0)
+
+    one, two = memory(1), memory(2)
+    assert two.activation_bytes * 2 == one.activation_bytes
+    assert two.logits_bytes * 2 == one.logits_bytes == 4 * 256 * 512
+    norms = 4 * 9 * 64
+    assert 2 * (two.parameter_bytes - norms) == one.parameter_bytes - norms
+
+
+def test_175b_state_of_the_paper_s_layout() -> None:
+    """[derived] 175B over TP8 x PP8: 5.5 GB of bf16 parameters, 8.2 GB of optimizer at DP 4."""
+    config = _config(
+        model={"preset": "megascale-175b"},
+        parallelism={
+            "tensor_parallel_size": 8,
+            "pipeline_parallel_size": 8,
+            "virtual_pipeline_size": 6,
+        },
+        training={"dtype": "bfloat16", "seq_len": 2048, "global_batch_size": 256},
+    )
+    memory = predict_memory(config, Mesh(8, 4, 8), 1)
+    assert memory.parameter_bytes == pytest.approx(5.5e9, rel=0.02)
+    assert memory.optimizer_bytes == pytest.approx(8.2e9, rel=0.02)
