@@ -1,0 +1,134 @@
+"""The two transformer blocks of MegaScale 3.1.
+
+Serial:   x = x + Attn(LN1(x)); x = x + MLP(LN2(x))
+Parallel: x = x + Attn(LN(x)) + MLP(LN(x))
+
+In the parallel block one norm feeds both branches, the four projections in are one GEMM and the two
+out are accumulated into one tensor: tensor parallelism then gathers once and reduces once a layer.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from megascale.config import ModelConfig
+from megascale.errors import ConfigError
+from megascale.model.attention import Attention, SelfAttention, qkv_blocks
+from megascale.model.cache import KeyValueCache
+from megascale.model.context import ForwardContext
+from megascale.model.layers import FusedLinear, Norm, RowPair
+from megascale.model.recompute import remade
+from megascale.ops.activation import activation
+from megascale.ops.random import dropout, stream_key
+
+
+def hidden_dropout(x_tD: Tensor, p: float, ctx: ForwardContext, site: str) -> Tensor:
+    """Dropout of a hidden state; the mask depends on seed, site, global token and column."""
+    if ctx.dropout_seed is None or p == 0.0:
+        return x_tD
+    assert ctx.token_ids_t is not None, "hidden dropout needs ctx.token_ids_t"
+    return dropout(x_tD, p, stream_key(ctx.dropout_seed, site), ctx.token_ids_t)
+
+
+def fc1_blocks(cfg: ModelConfig, layer: int) -> tuple[tuple[str, int], ...]:
+    """The logical layers into the MLP, in order."""
+    names = ("gate", "up") if cfg.gated else ("fc1",)
+    return tuple((f"layers.{layer}.mlp.{name}", cfg.ffn_size) for name in names)
+
+
+def activate(
+    name: str, h_Tf: Tensor, ctx: ForwardContext
+) -> tuple[Tensor, AbstractContextManager[None]]:
+    """The activated tensor, and the context in which its consumer saves what it needs of it."""
+    a_Tf = activation(name, h_Tf)
+    if ctx.recompute != "selective":
+        return a_Tf, nullcontext()
+    kept_Tf = h_Tf.detach()
+    return a_Tf, remade(a_Tf, lambda: activation(name, kept_Tf))
+
+
+class Mlp(nn.Module):
+    """The serial block's MLP: fc1 (or gate and up), activation, fc2."""
+
+    def __init__(
+        self, cfg: ModelConfig, layer: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.activation = cfg.activation
+        bias = cfg.bias == "all"
+        self.fc1 = FusedLinear(cfg.hidden_size, fc1_blocks(cfg, layer), bias, device, dtype)
+        out_blocks = ((f"layers.{layer}.mlp.fc2", cfg.hidden_size),)
+        self.fc2 = FusedLinear(cfg.ffn_size, out_blocks, bias, device, dtype)
+
+    def forward(self, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
+        a_Tf, saving = activate(self.activation, self.fc1(x_TD), ctx)
+        with saving:
+            y: Tensor = self.fc2(a_Tf)
+        return y
+
+
+class SerialBlock(nn.Module):
+    """Attention, then MLP, each behind its own norm."""
+
+    def __init__(
+        self, cfg: ModelConfig, layer: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.name, self.dropout = f"layers.{layer}", cfg.hidden_dropout
+        norm = (cfg.norm, cfg.hidden_size, cfg.norm_eps, device, dtype)
+        self.norm1 = Norm(f"{self.name}.norm1", *norm)
+        self.attn = SelfAttention(cfg, layer, device, dtype)
+        self.norm2 = Norm(f"{self.name}.norm2", *norm)
+        self.mlp = Mlp(cfg, layer, device, dtype)
+
+    def forward(
+        self, x_tD: Tensor, ctx: ForwardContext, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        y_tD = self.attn(self.norm1(x_tD), ctx, cache)
+        x_tD = x_tD + hidden_dropout(y_tD, self.dropout, ctx, f"{self.name}.attn.dropout")
+        y_tD = self.mlp(self.norm2(x_tD), ctx)
+        return x_tD + hidden_dropout(y_tD, self.dropout, ctx, f"{self.name}.mlp.dropout")
+
+
+class ParallelBlock(nn.Module):
+    """Attention and MLP side by side on one norm, between one GEMM in and one pair out."""
+
+    def __init__(
+        self, cfg: ModelConfig, layer: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        if cfg.bias == "qkv":
+            raise ConfigError(
+                "model.bias is 'qkv' with model.block 'parallel', whose q, k, v and fc1 are one "
+                "matrix; legal there: 'all' or 'none'"
+            )
+        self.name, self.dropout = f"layers.{layer}", cfg.hidden_dropout
+        self.activation = cfg.activation
+        hidden, inner = cfg.hidden_size, cfg.num_heads * cfg.dim_per_head
+        bias = cfg.bias == "all"
+        self.norm1 = Norm(f"{self.name}.norm1", cfg.norm, hidden, cfg.norm_eps, device, dtype)
+        blocks = qkv_blocks(cfg, layer) + fc1_blocks(cfg, layer)
+        self.in_proj = FusedLinear(hidden, blocks, bias, device, dtype)
+        self.attn = Attention(cfg, layer, device, dtype)
+        attn_out, mlp_out = f"{self.name}.attn.o", f"{self.name}.mlp.fc2"
+        self.out_proj = RowPair(attn_out, inner, mlp_out, cfg.ffn_size, hidden, bias, device, dtype)
+
+    def forward(
+        self, x_tD: Tensor, ctx: ForwardContext, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        joined_Tn = self.in_proj(self.norm1(x_tD))
+        qkv_Tn, h_Tf = self.in_proj.split(joined_Tn, (3, len(self.in_proj.blocks) - 3))
+        attended_Tk = self.attn.core(qkv_Tn, ctx, cache)
+        a_Tf, saving = activate(self.activation, h_Tf, ctx)
+        with saving:
+            y_tD = self.out_proj(attended_Tk, a_Tf)
+        return x_tD + hidden_dropout(y_tD, self.dropout, ctx, f"{self.name}.dropout")
+
+
+BLOCKS: dict[str, type[SerialBlock] | type[ParallelBlock]] = {
+    "serial": SerialBlock,
+    "parallel": ParallelBlock,
+}

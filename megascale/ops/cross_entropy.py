@@ -1,0 +1,130 @@
+"""Cross-entropy that keeps one buffer of logits, in pieces that a sharded vocabulary reuses.
+
+Logits of a large vocabulary are the biggest tensor of a step (4096 tokens x 64000 in bf16: 0.5 GB);
+a copy in fp32, a log-softmax and a gradient beside it would be five times that. Here the logits
+stay in their dtype, statistics are fp32 (fp64 for fp64), and the backward pass writes the gradient
+over the logits.
+
+The pieces, for a slice of v vocabulary columns beginning at `vocab_start`; a sharded vocabulary
+reduces between them (max, then one sum of two rows):
+    row_max -> (all-reduce max) -> sum_exp_and_target -> (all-reduce sum) -> write_gradient_
+Columns at or after `num_valid` (global) are padding: they count as minus infinity.
+
+Contract: `logits` belongs to the loss. Nothing may read it after the backward pass has begun.
+T tokens, V or v vocabulary (whole, slice).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.ops.compiled import compiled_on_cuda
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def local_valid(num_cols: int, vocab_start: int, num_valid: int) -> int:
+    """How many of a slice's columns are real vocabulary."""
+    return min(max(num_valid - vocab_start, 0), num_cols)
+
+
+@compiled_on_cuda
+def row_max(logits_Tv: Tensor, num_valid_local: int) -> Tensor:
+    """Maximum over the slice's real columns, `[T]`; minus infinity where it has none."""
+    wide = _wide(logits_Tv.dtype)
+    if num_valid_local == 0:
+        return torch.full_like(logits_Tv[:, 0], -math.inf, dtype=wide)
+    return logits_Tv[:, :num_valid_local].amax(dim=-1).to(wide)
+
+
+@compiled_on_cuda
+def sum_exp_and_target(
+    logits_Tv: Tensor, labels_T: Tensor, max_T: Tensor, vocab_start: int, num_valid_local: int
+) -> Tensor:
+    """`[2, T]`: sum of exp(logit - max), and the label's logit - max (0 if in another slice)."""
+    wide = _wide(logits_Tv.dtype)
+    if num_valid_local == 0:
+        return torch.zeros(2, logits_Tv.shape[0], dtype=wide, device=logits_Tv.device)
+    shifted_Tv = logits_Tv[:, :num_valid_local].to(wide) - max_T[:, None]
+    local_labels_T, inside_T = _local_labels(labels_T, vocab_start, num_valid_local)
+    target_T = logits_Tv.gather(1, local_labels_T[:, None])[:, 0].to(wide) - max_T
+    return torch.stack((shifted_Tv.exp().sum(dim=-1), torch.where(inside_T, target_T, 0.0)))
+
+
+def _local_labels(
+    labels_T: Tensor, vocab_start: int, num_valid_local: int
+) -> tuple[Tensor, Tensor]:
+    """The label's column in the slice (0 if in another), and whether it is in the slice."""
+    local_T = labels_T - vocab_start
+    inside_T = (local_T >= 0) & (local_T < num_valid_local)
+    return torch.where(inside_T, local_T, 0), inside_T
+
+
+@compiled_on_cuda
+def write_gradient_(
+    logits_Tv: Tensor,
+    labels_T: Tensor,
+    lse_T: Tensor,
+    scale_T: Tensor,
+    vocab_start: int,
+    num_valid_local: int,
+) -> None:
+    """Overwrite the logits with (softmax - one_hot(label)) * scale; padding columns with 0."""
+    local_labels_T, inside_T = _local_labels(labels_T, vocab_start, num_valid_local)
+    cols = torch.arange(logits_Tv.shape[1], device=logits_Tv.device)
+    hit_Tv = (cols == local_labels_T[:, None]) & inside_T[:, None]
+    softmax_Tv = (logits_Tv.to(lse_T.dtype) - lse_T[:, None]).exp()
+    grad_Tv = (softmax_Tv - hit_Tv.to(lse_T.dtype)) * scale_T[:, None]
+    logits_Tv.copy_(torch.where(cols < num_valid_local, grad_Tv, 0.0))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TV: Tensor, labels_T: Tensor, mask_T: Tensor, num_valid: int
+    ) -> Tensor:
+        max_T = row_max(logits_TV, num_valid)
+        sums_2T = sum_exp_and_target(logits_TV, labels_T, max_T, 0, num_valid)
+        sum_exp_T, target_T = sums_2T.unbind(0)
+        log_sum_T = sum_exp_T.log()
+        ctx.save_for_backward(logits_TV, labels_T, mask_T, max_T + log_sum_T)
+        ctx.num_valid = num_valid
+        return ((log_sum_T - target_T) * mask_T).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        logits_TV, labels_T, mask_T, lse_T = ctx.saved_tensors
+        grad_TV = logits_TV.detach()
+        scale_T = grad_loss.to(lse_T.dtype) * mask_T
+        write_gradient_(grad_TV, labels_T, lse_T, scale_T, 0, ctx.num_valid)
+        return grad_TV, None, None, None
+
+
+def cross_entropy(
+    logits_TV: Tensor, labels_T: Tensor, mask_T: Tensor, num_valid: int | None = None
+) -> Tensor:
+    """Sum over tokens of mask x (log-sum-exp - target logit); a scalar in fp32 (fp64 for fp64).
+
+    labels_T   int64; where the mask is 0 any value is legal
+    num_valid  columns that are real vocabulary; None: all
+    The caller divides by the global number of unmasked tokens: a mean of means would weigh ranks
+    with few tokens too much.
+    """
+    num_valid = logits_TV.shape[1] if num_valid is None else num_valid
+    return _CrossEntropy.apply(logits_TV, labels_T, mask_T, num_valid)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def cross_entropy_reference(
+    logits_TV: Tensor, labels_T: Tensor, mask_T: Tensor, num_valid: int | None = None
+) -> Tensor:
+    """The same through torch's log-softmax."""
+    valid_TV = logits_TV[:, :num_valid].to(_wide(logits_TV.dtype))
+    labels_T = torch.where(mask_T != 0, labels_T, 0)
+    losses_T = torch.nn.functional.cross_entropy(valid_TV, labels_T, reduction="none")
+    return (losses_T * mask_T).sum()
