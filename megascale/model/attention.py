@@ -28,7 +28,7 @@ def split_heads(
     """Views q `[B, S, K, H]`, k and v `[B, S, G, H]` of the fused projection `[T, (K + 2G) H]`."""
     heads = qkv_Tn.view(-1, seq_len, qkv_Tn.shape[-1] // head_dim, head_dim)
     kv_heads = heads.shape[2] // (queries_per_kv + 2)
-    q, k, v = torch.split(heads, (queries_per_kv * kv_heads, kv_heads, kv_heads), dim=2)
+    q, k, v = torch.split(heads, [queries_per_kv * kv_heads, kv_heads, kv_heads], dim=2)
     return q, k, v
 
 

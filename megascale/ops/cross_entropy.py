@@ -117,7 +117,7 @@ def cross_entropy(
     with few tokens too much.
     """
     num_valid = logits_TV.shape[1] if num_valid is None else num_valid
-    return _CrossEntropy.apply(logits_TV, labels_T, mask_T, num_valid)  # type: ignore[no-any-return,no-untyped-call]
+    return _CrossEntropy.apply(logits_TV, labels_T, mask_T, num_valid)
 
 
 def cross_entropy_reference(

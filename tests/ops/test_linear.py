@@ -56,7 +56,8 @@ def test_gradients_of_two_micro_batches_accumulate_in_main_grad(dtype: torch.dty
         torch.testing.assert_close(x.grad, grad @ weight.detach())
     torch.testing.assert_close(weight.main_grad, expected_weight)  # type: ignore[attr-defined]
     torch.testing.assert_close(bias.main_grad, expected_bias)  # type: ignore[attr-defined]
-    assert weight.grad is None and bias.grad is None
+    assert weight.grad is None
+    assert bias.grad is None
 
 
 def test_main_grad_is_found_under_activation_checkpointing() -> None:
