@@ -1,0 +1,357 @@
+"""The recorder: how long every phase of every step took on this rank (MegaScale 5.1).
+
+Work is enclosed in spans, steps in `step`. Time by name is summed and emitted for every step; the
+spans themselves only every `span_interval` steps, or on request. Nothing here waits for a device:
+a span leaves two marks of the clock behind, and a step's marks are read once the device has passed
+them, usually a step or two later. Marks that pile up beyond `buffer_events` are dropped and
+counted, never waited for.
+
+It needs nothing of this package's loop. Around somebody else's:
+
+>>> from megascale.telemetry.clock import MonotonicClock
+>>> lines = []
+>>> recorder = Recorder(MonotonicClock(), lines.append, span_interval=2)
+>>> for step in (1, 2):
+...     with recorder.step(step):
+...         for micro_batch in range(2):
+...             with recorder.span("forward", micro_batch=micro_batch):
+...                 pass  # model(batch)
+>>> recorder.close()
+>>> [(line.kind, line.step) for line in lines]
+[('sum', 1), ('step', 1), ('span', 2), ('span', 2), ('sum', 2), ('step', 2)]
+>>> lines[0].sums["forward"]["count"]
+2
+
+On a GPU, hand in `parallel.clock.CudaEventClock()`; for a file a rank, `LineWriter(path)` as sink.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from megascale.events import (
+    PHASES,
+    Completed,
+    Dropped,
+    Event,
+    Incident,
+    Issued,
+    ProgressWriter,
+    Span,
+    Step,
+    Sums,
+    group_id,
+)
+from megascale.telemetry.clock import Clock, Mark, MonotonicClock
+from megascale.telemetry.hooks import Hook
+
+SPAN_FIELDS = frozenset(
+    {"chunk", "micro_batch", "op", "group", "seq", "peer", "num_bytes", "bucket"}
+)
+
+
+class OpenSpan:
+    """A span under way: a context manager, or `start` and `end` by hand where work is
+    asynchronous (each on the stream that does the work)."""
+
+    __slots__ = ("clock", "fields", "first", "name", "recorder", "since_ns", "stream")
+
+    def __init__(
+        self, recorder: Recorder, clock: Clock, name: str, stream: str, fields: dict[str, Any]
+    ) -> None:
+        self.recorder, self.clock = recorder, clock
+        self.name, self.stream, self.fields = name, stream, fields
+        self.first: Mark = None
+        self.since_ns = 0
+
+    def start(self) -> OpenSpan:
+        self.since_ns = time.monotonic_ns()
+        self.recorder._opened(self)
+        self.first = self.clock.mark()
+        return self
+
+    def end(self) -> None:
+        self.recorder._ended(self, self.clock.mark())
+
+    def __enter__(self) -> OpenSpan:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.end()
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Spans with one fate: those of a step, or those between two steps (`step` None)."""
+
+    step: int | None
+    sampled: bool
+    spans: list[tuple[OpenSpan, Mark]] = field(default_factory=list)
+    first: Mark = None
+    last: Mark = None
+    num_ready: int = 0
+
+
+class Recorder:
+    """Times the work of global rank `rank` by `clock` and hands events to `sink`.
+
+    `sink` is called with one event and must not block. With `progress`, every span that starts is
+    reported on the progress page too, and on the host's clock every phase that ends.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        sink: Callable[[Event], object],
+        *,
+        rank: int = 0,
+        span_interval: int = 10,
+        buffer_events: int = 65536,
+        hooks: Sequence[Hook] = (),
+        progress: ProgressWriter | None = None,
+        epoch: int = 0,
+    ) -> None:
+        self.rank, self.hooks, self.clock = rank, list(hooks), clock
+        self._sink, self._host_clock = sink, MonotonicClock()
+        self._span_interval, self._buffer_events = span_interval, buffer_events
+        self._progress, self._epoch = progress, epoch
+        self._issued = Issued(epoch, 0, "init", 0)
+        self._lock = threading.Lock()  # backward's spans end on autograd's threads
+        self._batch = _Batch(None, sampled=True)
+        self._queue: deque[_Batch] = deque()
+        self._open: dict[int, OpenSpan] = {}
+        self._sequences: dict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
+        self._num_pending = self._num_dropped = self._num_dropped_said = 0
+        self._num_requested = 0
+        self._step: int | None = None
+
+    def span(
+        self, name: str, /, *, stream: str = "compute", host: bool = False, **fields: Any
+    ) -> OpenSpan:
+        """A span to enter, or to `start` and `end`.
+
+        `fields` are those of `events.Span`: chunk, micro_batch, op, group, seq, peer, num_bytes,
+        bucket. Operations of a `group` are numbered here unless `seq` is given. `host`: the work
+        is the host's (waiting for data, writing a file), whatever the clock of the rest.
+        """
+        if not fields.keys() <= SPAN_FIELDS:
+            unknown = sorted(fields.keys() - SPAN_FIELDS)
+            raise TypeError(f"span {name!r} got {unknown}; legal fields: {sorted(SPAN_FIELDS)}")
+        if fields.get("group") is not None and fields.get("seq") is None:
+            fields["seq"] = next(self._sequences[fields["group"]])
+        clock = self._host_clock if host else self.clock
+        return OpenSpan(self, clock, name, "host" if host else stream, fields)
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """One step of the loop. Times that have become known are emitted at its end."""
+        for hook in self.hooks:
+            hook.on_step_start(step)
+        requested = self._num_requested > 0
+        self._num_requested -= requested
+        self._step = step
+        self.clock.begin_step()
+        batch = _Batch(step, sampled=requested or step % self._span_interval == 0)
+        batch.first = self.clock.mark()
+        self._switch(batch)
+        try:
+            yield
+        finally:
+            batch.last = self.clock.mark()
+            self._switch(_Batch(None, sampled=True))
+            self.drain()
+        for hook in self.hooks:
+            hook.on_step_end(step)
+
+    def request_spans(self, num_steps: int = 1) -> None:
+        """Emit the spans of the next `num_steps` steps, whatever the interval."""
+        self._num_requested = num_steps
+
+    def incident(self, name: str, /, *, step: int | None = None, **detail: Any) -> None:
+        """Something out of the ordinary, of `step` or of the current one."""
+        at = self._step if step is None else step
+        event = Incident(
+            rank=self.rank, name=name, t_ns=time.monotonic_ns(), step=at, detail=detail
+        )
+        self._sink(event)
+        for hook in self.hooks:
+            hook.on_incident(event)
+
+    def checkpoint(self, step: int, path: str) -> None:
+        """A checkpoint of `step` has been committed at `path`."""
+        now_ns = time.monotonic_ns()
+        self._sink(
+            Incident(
+                rank=self.rank, name="checkpoint", t_ns=now_ns, step=step, detail={"path": path}
+            )
+        )
+        for hook in self.hooks:
+            hook.on_checkpoint(step, path)
+
+    def ongoing(self) -> list[Span]:
+        """Spans that have started and not ended, outermost first: what a hung rank is in."""
+        now_ns = time.monotonic_ns()
+        return [
+            Span(
+                rank=self.rank,
+                name=span.name,
+                t0_ns=span.since_ns,
+                dur_ns=now_ns - span.since_ns,
+                clock="host",
+                stream=span.stream,
+                step=self._step,
+                **span.fields,
+            )
+            for span in list(self._open.values())
+        ]
+
+    def drain(self, *, wait: bool = False) -> None:
+        """Emit what is known, in order. `wait` first waits for the device."""
+        if wait:
+            self.clock.finish()
+        while self._queue and self._is_ready(self._queue[0]):
+            self._emit(self._queue.popleft())
+        for anchor in self.clock.anchors(self.rank):
+            self._sink(anchor)
+        if self._num_dropped > self._num_dropped_said:
+            self._num_dropped_said = self._num_dropped
+            self._sink(Dropped(rank=self.rank, where="recorder", count=self._num_dropped))
+
+    def close(self) -> None:
+        """Emit all that ended. The sink is closed by who opened it."""
+        self._switch(_Batch(None, sampled=True))
+        self.drain(wait=True)
+
+    def _opened(self, span: OpenSpan) -> None:
+        self._open[id(span)] = span
+        if self._progress is None:
+            return
+        last, fields = self._issued, span.fields
+        is_phase, is_collective = span.name in PHASES, fields.get("group") is not None
+        self._issued = Issued(
+            epoch=self._epoch,
+            step=self._step or 0,
+            phase=span.name if is_phase else last.phase,
+            monotonic_ns=span.since_ns,
+            chunk=fields.get("chunk") if is_phase else last.chunk,
+            micro_batch=fields.get("micro_batch") if is_phase else last.micro_batch,
+            group_id=group_id(fields["group"]) if is_collective else last.group_id,
+            seq=fields["seq"] if is_collective else last.seq,
+        )
+        self._progress.issued(self._issued)
+
+    def _ended(self, span: OpenSpan, last: Mark) -> None:
+        del self._open[id(span)]
+        with self._lock:
+            full = self._num_pending >= self._buffer_events
+            if full:
+                self._num_dropped += 1
+            else:
+                self._num_pending += 1
+                self._batch.spans.append((span, last))
+        if full:
+            span.clock.release(span.first)
+            span.clock.release(last)
+        if self._progress is not None and self.clock.kind == "host" and span.name in PHASES:
+            chunk, micro_batch = span.fields.get("chunk"), span.fields.get("micro_batch")
+            self._progress.completed(Completed(self._step or 0, span.name, chunk, micro_batch))
+
+    def _switch(self, batch: _Batch) -> None:
+        """From here on spans belong to `batch`; the one before is complete."""
+        with self._lock:
+            if self._batch.step is not None or self._batch.spans:
+                self._queue.append(self._batch)
+            self._batch = batch
+
+    def _is_ready(self, batch: _Batch) -> bool:
+        """Asks on from where the last answer was no; a step's own marks come last."""
+        while batch.num_ready < len(batch.spans):
+            span, last = batch.spans[batch.num_ready]
+            if not span.clock.ready(last):
+                return False
+            batch.num_ready += 1
+        return batch.step is None or self.clock.ready(batch.last)
+
+    def _emit(self, batch: _Batch) -> None:
+        sums: dict[str, dict[str, int]] = {}
+        for span, last in batch.spans:
+            t0_ns, dur_ns = self._read(span.clock, span.first, last)
+            total = sums.setdefault(span.name, {"total_ns": 0, "count": 0})
+            total["total_ns"] += dur_ns
+            total["count"] += 1
+            if batch.sampled:
+                self._emit_span(span, batch.step, t0_ns, dur_ns)
+        with self._lock:
+            self._num_pending -= len(batch.spans)
+        if batch.step is None:
+            return
+        t0_ns, dur_ns = self._read(self.clock, batch.first, batch.last)
+        summed = Sums(rank=self.rank, step=batch.step, sums=sums)
+        step = Step(
+            rank=self.rank,
+            step=batch.step,
+            t0_ns=t0_ns,
+            dur_ns=dur_ns,
+            clock=self.clock.kind,
+            sampled=batch.sampled,
+        )
+        self._sink(summed)
+        self._sink(step)
+        for hook in self.hooks:
+            hook.on_step_timed(step, summed)
+
+    def _emit_span(self, span: OpenSpan, step: int | None, t0_ns: int, dur_ns: int) -> None:
+        event = Span(
+            rank=self.rank,
+            name=span.name,
+            t0_ns=t0_ns,
+            dur_ns=dur_ns,
+            clock=span.clock.kind,
+            stream=span.stream,
+            step=step,
+            **span.fields,
+        )
+        self._sink(event)
+        for hook in self.hooks:
+            hook.on_span(event)
+
+    @staticmethod
+    def _read(clock: Clock, first: Mark, last: Mark) -> tuple[int, int]:
+        times = clock.interval(first, last)
+        clock.release(first)
+        clock.release(last)
+        return times
+
+
+class _NoSpan(OpenSpan):
+    """The one span of a recorder that records nothing."""
+
+    def start(self) -> OpenSpan:
+        return self
+
+    def end(self) -> None:
+        pass
+
+
+class NullRecorder(Recorder):
+    """Records nothing; hooks still hear of steps, checkpoints and incidents."""
+
+    def __init__(self, hooks: Sequence[Hook] = ()) -> None:
+        super().__init__(MonotonicClock(), lambda _event: None, hooks=hooks)
+        self._no_span = _NoSpan(self, self.clock, "", "", {})
+
+    def span(self, _name: str, /, **_fields: Any) -> OpenSpan:
+        return self._no_span
