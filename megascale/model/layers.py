@@ -6,6 +6,8 @@ and up, or all of them in the parallel block) are one matrix, so that they are o
 `op` by the operator that communicates; the code here takes widths from tensors, never from the
 configuration.
 
+Which operators fit is told by `op_kind`: "linear", "pair" or "lookup".
+
 Weights are `[out, in]`. Creation leaves values undefined: `initialise` fills them.
 """
 
@@ -49,6 +51,8 @@ class FusedLinear(LogicalModule):
     blocks  (logical module name, output rows) of each
     op      `op(x, weight, bias) -> y`
     """
+
+    op_kind = "linear"
 
     def __init__(
         self,
@@ -96,6 +100,8 @@ class RowPair(LogicalModule):
         the sum of both biases, an ordinary tensor of the graph
     """
 
+    op_kind = "pair"
+
     def __init__(
         self,
         name_a: str,
@@ -133,6 +139,8 @@ class RowPair(LogicalModule):
 
 class VocabEmbedding(LogicalModule):
     """A lookup table, `[V, D]`; `op(tokens_T, weight) -> y_TD`."""
+
+    op_kind = "lookup"
 
     def __init__(
         self, name: str, rows: int, hidden: int, device: torch.device, dtype: torch.dtype
