@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.optim.sgd import sgd
 
 from megascale.optim.optimizer import Optimizer
 
@@ -24,13 +25,23 @@ class Lamb(Optimizer):
             # A learning rate of -1 makes the fused kernel add m_hat / (sqrt(v_hat) + eps).
             self._adam([i], [update], lr=-1.0, weight_decay=0.0, found_inf=found_inf)
             flat.grad.copy_(update)
-        step_sizes = (self._trust_ratios() * lr).to(self.flats[0].master.dtype).unbind()
-        masked = found_inf.bool()
+        ratios = self._trust_ratios().to(self.flats[0].master.dtype).unbind()
         for flat in self.flats:
-            for segment in flat.segments:
-                here = self.norms.index[segment.name]
-                segment.grad.mul_(step_sizes[here] if segment.decay else lr)
-            torch.where(masked, flat.master, flat.master - flat.grad, out=flat.master)
+            for segment in flat.segments if flat.decay else ():
+                segment.grad.mul_(ratios[self.norms.index[segment.name]])
+        sgd(  # fused for its mask: bits survive a masked step, which adding 0 does not promise
+            [flat.master for flat in self.flats],
+            [flat.grad for flat in self.flats],
+            [None for _ in self.flats],
+            fused=True,
+            found_inf=found_inf,
+            lr=lr,  # type: ignore[arg-type]  # says float, takes a tensor as adamw does
+            weight_decay=0.0,
+            momentum=0.0,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
 
     def _trust_ratios(self) -> Tensor:
         """|w| / |u| per name of this stage, fp64; meaningful for parameters of two axes."""

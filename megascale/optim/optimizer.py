@@ -5,7 +5,7 @@ bits, and the host reads the flag whenever it likes (one step later, so that it 
 
 The Adam maths is torch's fused kernel. Gradients are scaled by a multiplication of their own and
 not by the kernel's `grad_scale`, which divides, is fp32 even for fp64 state, and writes the
-gradient back all the same.
+gradient back all the same (it would save 4 of 39 ms for 3.2e9 parameters on an H200).
 """
 
 from __future__ import annotations

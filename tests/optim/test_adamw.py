@@ -8,6 +8,7 @@ from typing import Literal
 import pytest
 import torch
 from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from megascale.config import OptimizerConfig
 from megascale.optim import Flat, Optimizer, Reductions, Segment, build_optimizer
@@ -88,6 +89,19 @@ def test_a_nonfinite_scale_masks_the_step() -> None:
     torch.testing.assert_close(masters(flats)["b.weight"], PARAMS["b.weight"].flatten())
 
 
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+def test_the_rate_may_be_a_tensor(name: Literal["adamw", "lamb"]) -> None:
+    after = []
+    for lr in (0.25, torch.tensor(0.25)):
+        flats = make_flats(PARAMS)
+        optimizer = build_optimizer(OptimizerConfig(name=name), flats, Reductions(NAMES))
+        set_grads(flats, random_like(PARAMS, seed=1))
+        optimizer.step(lr)
+        after.append(flats)
+    for a, b in zip(*after, strict=True):
+        assert torch.equal(a.master, b.master)
+
+
 def test_state_restores_exactly() -> None:
     def fresh() -> tuple[list[Flat], Optimizer]:
         flats = make_flats(PARAMS)
@@ -135,8 +149,9 @@ def test_flats_refuse_segments_that_do_not_tile_them() -> None:
 
 
 def test_torch_still_has_what_we_rely_on() -> None:
-    """Not public: the functional fused AdamW, that it masks itself, and a norm of many tensors."""
-    assert {"fused", "found_inf", "lr", "beta1", "eps"} <= set(inspect.signature(adamw).parameters)
+    """Hardly public: the functional fused optimizers with a mask, and a norm of many tensors."""
+    for function in (adamw, sgd):
+        assert {"fused", "found_inf", "lr"} <= set(inspect.signature(function).parameters)
     norms = torch._foreach_norm([torch.tensor([3.0, 4.0]), torch.empty(0)], 2, dtype=torch.float64)
     assert [n.item() for n in norms] == [5.0, 0.0]
     assert norms[0].dtype == torch.float64

@@ -14,6 +14,7 @@ from tests.optim.shards import make_flats, random_like, set_grads
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
 ]
 
 SHAPES = {"a.weight": (700, 500), "a.bias": (701,), "b.weight": (33, 1100), "norm.weight": (5,)}
