@@ -1,7 +1,8 @@
 """Norms of logical parameters over all their shards, without waiting for the device.
 
 Squares are summed in fp64. That costs 1 % (the reduction is bound by memory: 3.9 ms for 3.2e9
-fp32 values on an H200) and the result then hardly depends on how the shards were cut, so layouts agree to the last bits of fp32.
+fp32 values on an H200), and the result then hardly depends on how the shards were cut: layouts
+agree to the last bits of fp32.
 
 Counting rule: each element of a logical parameter counts once. A value that tensor-parallel ranks
 replicate is counted by tensor-parallel rank 0, a tied copy by the stage that owns the parameter.
