@@ -73,8 +73,8 @@ docs: $(DEV) ## write the generated pages and tables anew
 bench: $(DEV) ## the benchmarks that run on this machine; rows go to benchmarks/results/
 	@echo "benchmarks/README.md lists the benchmarks and the machine that each needs"
 
-wheels: $(DEV) ## fetch the wheels that an offline GPU machine (Python 3.12) lacks into wheels/
-	bash tools/wheels.sh
+wheels: ## fetch the wheels that an offline GPU machine (Python 3.12) lacks into wheels/
+	PYTHON=$(PYTHON) bash tools/wheels.sh
 
 hooks: ## run `make check` before each commit
 	bash tools/install-hooks.sh

@@ -3,7 +3,7 @@
 # the core dependencies, at the versions of the constraints. docs/gpu-machine.md says how to use it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python=${PYTHON:-.venv/bin/python}
+python=${PYTHON:-python3}
 
 packages=(pydantic pydantic-core annotated-types typing-inspection)
 pins=()
