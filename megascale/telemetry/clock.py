@@ -2,7 +2,8 @@
 
 A clock hands out marks now and says later, when the work before them is done, when they were. For
 the host, now and later are the same; `parallel/clock.py` has the one of CUDA events, which this
-layer cannot see. No method but `finish` may wait for a device.
+layer cannot see. No method but
+`anchor` and `finish` may wait for a device.
 """
 
 from __future__ import annotations
@@ -35,8 +36,12 @@ class Clock(Protocol):
     def release(self, mark: Mark) -> None:
         """`mark` will not be asked for again."""
 
+    def anchor(self) -> None:
+        """Compare with the host's clock. This waits for the device: call it where the loop waits
+        anyway."""
+
     def anchors(self, rank: int) -> list[Anchor]:
-        """Comparisons with the host's clock made since the last call."""
+        """The comparisons made since the last call."""
 
     def finish(self) -> None:
         """Wait until every mark is ready."""
@@ -60,6 +65,9 @@ class MonotonicClock:
         return start, end - start
 
     def release(self, mark: int) -> None:
+        pass
+
+    def anchor(self) -> None:
         pass
 
     def anchors(self, rank: int) -> list[Anchor]:  # noqa: ARG002 - it is the host's clock

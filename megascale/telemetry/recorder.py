@@ -218,6 +218,11 @@ class Recorder:
             for span in list(self._open.values())
         ]
 
+    def anchor(self) -> None:
+        """Compare the clock with the host's: where the loop waits for the device anyway (a log
+        line, a checkpoint), every few minutes, so that ranks stay aligned on one timeline."""
+        self.clock.anchor()
+
     def drain(self, *, wait: bool = False) -> None:
         """Emit what is known, in order. `wait` first waits for the device."""
         if wait:
@@ -277,10 +282,11 @@ class Recorder:
             self._batch = batch
 
     def _is_ready(self, batch: _Batch) -> bool:
-        """Asks on from where the last answer was no; a step's own marks come last."""
+        """Asks on from where the last answer was no. A span may start on one stream and end on
+        another, so both ends are asked; a step's own end comes last."""
         while batch.num_ready < len(batch.spans):
             span, last = batch.spans[batch.num_ready]
-            if not span.clock.ready(last):
+            if not (span.clock.ready(last) and span.clock.ready(span.first)):
                 return False
             batch.num_ready += 1
         return batch.step is None or self.clock.ready(batch.last)
