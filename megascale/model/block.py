@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from megascale.config import ModelConfig
-from megascale.errors import ConfigError
 from megascale.model.attention import Attention, SelfAttention, qkv_blocks
 from megascale.model.cache import KeyValueCache
 from megascale.model.context import ForwardContext
@@ -100,11 +99,6 @@ class ParallelBlock(nn.Module):
         self, cfg: ModelConfig, layer: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        if cfg.bias == "qkv":
-            raise ConfigError(
-                "model.bias is 'qkv' with model.block 'parallel', whose q, k, v and fc1 are one "
-                "matrix; legal there: 'all' or 'none'"
-            )
         self.name, self.dropout = f"layers.{layer}", cfg.hidden_dropout
         self.activation = cfg.activation
         hidden, inner = cfg.hidden_size, cfg.num_heads * cfg.dim_per_head
