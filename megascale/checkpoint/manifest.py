@@ -1,0 +1,162 @@
+"""One checkpoint as a directory, and what makes it trusted. No tensors, no processes here.
+
+    root/step-00000100/__0_0.distcp ... .metadata   torch DCP's files
+                       manifest.json                step, meta, size and SHA-256 of each file
+                       COMMITTED                    the mark: save number, the manifest's SHA-256
+
+Invariants:
+1. A directory is never reused. Saving a step again makes `step-00000100.1`, then `.2`, ...
+2. The mark is written last, by one writer, after everything else is durable. A directory without
+   a valid mark is the leftover of an interrupted save and is never loaded.
+3. *Newest* means committed last (the save number in the mark), not the highest step: after a
+   roll-back, or a resume from an older one, a restart must not return to the abandoned branch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megascale.checkpoint.durable import fsync_path, write_durably
+from megascale.errors import CheckpointError
+
+MARK = "COMMITTED"
+MANIFEST = "manifest.json"
+_FORMAT = 1
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """What a file must look like to be trusted."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`meta` is the caller's (model configuration, consumed samples, seed, versions): JSON."""
+
+    step: int
+    meta: dict[str, Any]
+    files: dict[str, SavedFile]
+
+    def encode(self) -> bytes:
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> Manifest:
+        content = json.loads(data)
+        if content["format"] != _FORMAT:
+            raise CheckpointError(
+                f"checkpoint format {content['format']}, this version reads {_FORMAT}; "
+                "load it with the version of megascale that wrote it"
+            )
+        files = {name: SavedFile(**entry) for name, entry in content["files"].items()}
+        return Manifest(content["step"], content["meta"], files)
+
+
+def hash_file(path: Path) -> SavedFile:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return SavedFile(file.tell(), digest)
+
+
+def claim(root: Path, step: int) -> Path:
+    """Make the directory of a new save of `step`; of two that claim at once, each gets its own."""
+    root.mkdir(parents=True, exist_ok=True)
+    for attempt in itertools.count():
+        directory = root / (f"step-{step:08d}" + (f".{attempt}" if attempt else ""))
+        try:
+            directory.mkdir()
+        except FileExistsError:
+            continue
+        fsync_path(root)
+        return directory
+    raise AssertionError("unreachable: count() does not end")
+
+
+def commit(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest, then the mark. The files must be durable; their names become so here."""
+    unlisted = {path.name for path in directory.iterdir()} - set(manifest.files)
+    assert not unlisted, f"files that the manifest does not vouch for: {sorted(unlisted)}"
+    for name, saved in manifest.files.items():
+        path = directory / name
+        if not path.is_file() or path.stat().st_size != saved.num_bytes:
+            raise CheckpointError(
+                f"{path} is not what its rank wrote, seen from the writer; a checkpoint folder "
+                "must lie on storage that all nodes share"
+            )
+    data = manifest.encode()
+    write_durably(directory / MANIFEST, data)
+    committed, _ = list_checkpoints(directory.parent)
+    number = 1 + max((_read_mark(path)[0] for path in committed), default=0)
+    mark = {"number": number, "manifest_sha256": hashlib.sha256(data).hexdigest()}
+    write_durably(directory / MARK, json.dumps(mark).encode())
+
+
+def discard(directory: Path) -> None:
+    """Delete a checkpoint; the mark goes first, so that a kill on the way leaves a leftover."""
+    (directory / MARK).unlink(missing_ok=True)
+    fsync_path(directory)
+    shutil.rmtree(directory)
+
+
+def name_order(directory: Path) -> tuple[int, int]:
+    """(step, attempt) of a checkpoint directory's name."""
+    match = _NAME.fullmatch(directory.name)
+    assert match, f"not a checkpoint directory: {directory}"
+    return int(match[1]), int(match[2] or 0)
+
+
+def list_checkpoints(root: Path) -> tuple[list[Path], list[Path]]:
+    """(committed, newest first; without a readable mark, in name order). No file is hashed."""
+    if not root.is_dir():
+        return [], []
+    numbered: list[tuple[int, tuple[int, int], Path]] = []
+    unmarked: list[Path] = []
+    for path in root.iterdir():
+        if not (_NAME.fullmatch(path.name) and path.is_dir()):
+            continue
+        try:
+            numbered.append((_read_mark(path)[0], name_order(path), path))
+        except CheckpointError:
+            unmarked.append(path)
+    committed = [path for _, _, path in sorted(numbered, reverse=True)]
+    return committed, sorted(unmarked, key=name_order)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest, if the mark is there and vouches for it."""
+    if not directory.is_dir():
+        raise CheckpointError(f"no checkpoint at {directory}: there is no such directory")
+    _, expected = _read_mark(directory)
+    try:
+        data = (directory / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory}: {MANIFEST} is missing; use another one") from None
+    if hashlib.sha256(data).hexdigest() != expected:
+        raise CheckpointError(
+            f"{directory}: {MANIFEST} was changed after the save; use another one"
+        )
+    return Manifest.decode(data)
+
+
+def _read_mark(directory: Path) -> tuple[int, str]:
+    """(save number, SHA-256 of the manifest)."""
+    try:
+        mark = json.loads((directory / MARK).read_bytes())
+        return int(mark["number"]), str(mark["manifest_sha256"])
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{directory} has no commit mark: its save was interrupted; use another one"
+        ) from None
+    except (ValueError, KeyError, TypeError):
+        raise CheckpointError(f"{directory}: the commit mark is damaged; use another one") from None
