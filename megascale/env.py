@@ -122,6 +122,8 @@ def _from_srun(env: Mapping[str, str]) -> RankEnvironment:
     nodes = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in env else "SLURM_NODELIST"
     _require(env, (*_SRUN, tasks, nodes), "srun")
     world_size = _integer(env, tasks)
+    if world_size == 1:
+        return RankEnvironment()  # a shell in a step (srun --pty) is none of several ranks either
     if "WORLD_SIZE" in env and _integer(env, "WORLD_SIZE") != world_size:
         raise LaunchError(
             f"WORLD_SIZE is {env['WORLD_SIZE']}, but srun started {world_size} tasks; "

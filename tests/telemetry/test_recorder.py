@@ -180,9 +180,8 @@ def test_a_lagging_device_is_never_waited_for() -> None:
     clock.done = 80
     recorder.drain()
     assert [e.step for e in events if isinstance(e, Step)] == [1, 2]
-    assert (
-        clock.num_queries == 2
-    )  # the end of step 2, then of the span of step 3: what was ready is not asked again
+    # Asked: the end of step 2, and the first span of step 3. What was ready is not asked again.
+    assert clock.num_queries == 2
     recorder.close()
     assert [e.step for e in events if isinstance(e, Step)] == [1, 2, 3]
     assert clock.num_live == 0
