@@ -116,6 +116,7 @@ class Span:
     seq: int | None = None  # counts the operations of `group`
     peer: int | None = None  # global rank at the other end of a transfer
     num_bytes: int | None = None
+    payload: str | None = None  # of a transfer: activation, gradient
     bucket: str | None = None  # parameters that are communicated as one
     derived: bool | None = None  # computed from other measurements, not timed itself
 

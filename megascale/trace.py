@@ -29,6 +29,7 @@ _ARGUMENTS = (
     "seq",
     "peer",
     "num_bytes",
+    "payload",
     "bucket",
     "derived",
 )

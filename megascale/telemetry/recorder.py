@@ -54,7 +54,7 @@ from megascale.telemetry.clock import Clock, Mark, MonotonicClock
 from megascale.telemetry.hooks import Hook
 
 SPAN_FIELDS = frozenset(
-    {"chunk", "micro_batch", "op", "group", "seq", "peer", "num_bytes", "bucket"}
+    {"chunk", "micro_batch", "op", "group", "seq", "peer", "num_bytes", "payload", "bucket"}
 )
 
 
@@ -144,7 +144,7 @@ class Recorder:
         """A span to enter, or to `start` and `end`.
 
         `fields` are those of `events.Span`: chunk, micro_batch, op, group, seq, peer, num_bytes,
-        bucket. Operations of a `group` are numbered here unless `seq` is given. `host`: the work
+        payload, bucket. Operations of a `group` are numbered here unless `seq` is given. `host`: the work
         is the host's (waiting for data, writing a file), whatever the clock of the rest.
         """
         if not fields.keys() <= SPAN_FIELDS:
