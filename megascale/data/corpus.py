@@ -1,0 +1,121 @@
+"""The writing half of a preparation: token files of each split, and the counts over them.
+
+The unigram entropy is the loss of the best model that ignores context, so a trained model is worth
+something only below it; it is counted here because every token passes through.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megascale.data.encode import Encoded, SplitRule
+from megascale.data.indexed import IndexedWriter
+from megascale.data.prepared import SPLITS, Split, SplitMeta
+from megascale.errors import DataError
+
+
+class CorpusWriter:
+    """Appends encoded tasks to `folder`; a split without documents leaves no files.
+
+    counts      occurrences of each token id, int64 [V], per split
+    splits      tokens and documents written, per split that has any
+    """
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        self.counts = {split: np.zeros(vocab_size, np.int64) for split in SPLITS}
+        self.splits: dict[str, SplitMeta] = {}
+        self.num_undecodable = 0
+        self.num_empty = 0
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._writers: dict[Split, IndexedWriter] = {}
+        self._open_files = ExitStack()
+        self._digest = hashlib.sha256()
+        self._smallest_draw = 1.0
+
+    def add(self, encoded: Encoded) -> None:
+        for split in SPLITS:
+            tokens, lengths = encoded.tokens[split], encoded.lengths[split]
+            if not len(lengths):
+                continue
+            self._writer(split).add(tokens, lengths)
+            self.counts[split] += np.bincount(tokens, minlength=self._vocab_size)
+            before = self.splits.get(split, SplitMeta(0, 0))
+            self.splits[split] = SplitMeta(
+                before.tokens + len(tokens), before.documents + len(lengths)
+            )
+        self.num_undecodable += encoded.num_undecodable
+        self.num_empty += encoded.num_empty
+        self._digest.update(encoded.digests)
+        self._smallest_draw = min(self._smallest_draw, encoded.smallest_draw)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(split.tokens for split in self.splits.values())
+
+    @property
+    def documents_sha256(self) -> str:
+        return self._digest.hexdigest()
+
+    def require_splits(self, rule: SplitRule) -> None:
+        """Raise DataError where a split that was asked for received no document."""
+        documents = sum(split.documents for split in self.splits.values())
+        if documents == 0:
+            raise DataError(
+                f"the input holds no text ({self.num_undecodable} documents are not UTF-8, "
+                f"{self.num_empty} are empty); name other files"
+            )
+        if rule.validation_fraction == 0 or len(self.splits) == 2:
+            return
+        if "train" not in self.splits or documents == 1:
+            raise DataError(
+                f"the validation fraction {rule.validation_fraction} leaves one of the two splits "
+                f"empty with {documents} documents; give more documents (one a file, or one a "
+                "line of a .jsonl), or set the validation fraction to 0"
+            )
+        raise DataError(
+            f"none of the {documents} documents is held out at validation fraction "
+            f"{rule.validation_fraction}; the smallest that holds one out here is "
+            f"{self._smallest_draw + 1e-4:.4f}; 0 does without"
+        )
+
+    def _writer(self, split: Split) -> IndexedWriter:
+        if split not in self._writers:
+            writer = IndexedWriter(self._folder / split, self._vocab_size)
+            self._writers[split] = self._open_files.enter_context(writer)
+        return self._writers[split]
+
+    def __enter__(self) -> CorpusWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._open_files.__exit__(kind, error, trace)
+
+
+def entropy_nats(counts: NDArray[np.int64]) -> float:
+    """Entropy of the frequencies `counts` [V], in nats a token."""
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())
+
+
+def cross_entropy_nats(counts: NDArray[np.int64], model_counts: NDArray[np.int64]) -> float | None:
+    """Mean loss, in nats, on tokens with `counts` [V] of the unigram model of `model_counts` [V].
+
+    One is added to each of the model's counts, for tokens that it never saw. None without tokens.
+    """
+    total = int(counts.sum())
+    if total == 0:
+        return None
+    log_q = np.log(model_counts + 1.0) - np.log(model_counts.sum() + len(model_counts))
+    return float(-(counts * log_q).sum() / total)
