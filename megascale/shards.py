@@ -55,6 +55,7 @@ class Block:
                    and row-major in `box.shape`
     replicated     every tensor-parallel rank stores the same values; its gradient is partial on
                    each and must be summed over the group; counted once in norms and checkpoints
+    counted        of the replicated ones, the one that checkpoints write (tensor rank 0)
     tied           another pipeline stage stores the same parameter; gradients are summed over both
     tied_copy      of those two, the one that norms and checkpoints do not count
     """
@@ -64,12 +65,18 @@ class Block:
     box: Box
     start: int
     replicated: bool = False
+    counted: bool = True
     tied: bool = False
     tied_copy: bool = False
 
     @property
     def stop(self) -> int:
         return self.start + self.box.num_elements
+
+    @property
+    def is_copy(self) -> bool:
+        """Another rank of this data-parallel replica holds the same elements and counts them."""
+        return self.tied_copy or (self.replicated and not self.counted)
 
 
 def range_boxes(box: Box, start: int, stop: int) -> list[tuple[int, Box]]:

@@ -65,7 +65,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 def _value(text: str) -> Any:
     """A TOML value; what does not parse as one is a plain string, so quotes are not needed."""
-    if text.lower() in ("none", "null"):
+    if text == "null":  # TOML has no such value; "none" is a legal word of some keys
         return None
     try:
         return tomllib.loads(f"value = {text}")["value"]

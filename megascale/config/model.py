@@ -77,6 +77,11 @@ class ModelConfig(Section):
                 f"model.num_heads {self.num_heads} is not a multiple of model.num_kv_heads "
                 f"{self.kv_heads}; each key-value head serves an equal number of query heads"
             )
+        if self.block == "parallel" and self.bias == "qkv":
+            raise ValueError(
+                "model.bias is 'qkv' with model.block 'parallel', whose q, k, v and fc1 are one "
+                "matrix; legal there: 'all' or 'none'"
+            )
         if self.position == "rope" and self.dim_per_head % 2:
             raise ValueError(
                 f"rotary positions need an even head dimension, got {self.dim_per_head}; "

@@ -13,6 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+# torch 2.13 renames both and warns about the old names; 2.11 has only those.
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class Pending:
     """A tensor that a running collective fills."""
 
@@ -28,14 +33,23 @@ class Pending:
         return self._value
 
 
+def all_gather_into(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Start to fill `out` with every rank's `part`, in rank order."""
+    return Pending(out, _gather_single(out, part, group=group, async_op=True), keep=part)
+
+
+def reduce_scatter_into(out: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Start to sum `whole` over ranks; `out` gets this rank's slice."""
+    return Pending(out, _scatter_single(out, whole, group=group, async_op=True), keep=whole)
+
+
 def start_all_gather(x_tD: Tensor, group: dist.ProcessGroup | None) -> Pending:
     """Rows of all ranks in rank order: [t, ...] to [t * ranks, ...]."""
     if group is None:
         return Pending(x_tD, None)
     x_tD = x_tD.contiguous()
     x_TD = x_tD.new_empty(x_tD.shape[0] * group.size(), *x_tD.shape[1:])
-    work = dist.all_gather_into_tensor(x_TD, x_tD, group=group, async_op=True)
-    return Pending(x_TD, work, keep=x_tD)
+    return all_gather_into(x_TD, x_tD, group)
 
 
 def start_reduce_scatter(x_TD: Tensor, group: dist.ProcessGroup | None) -> Pending:
@@ -45,8 +59,7 @@ def start_reduce_scatter(x_TD: Tensor, group: dist.ProcessGroup | None) -> Pendi
     assert x_TD.shape[0] % group.size() == 0, (tuple(x_TD.shape), group.size())
     x_TD = x_TD.contiguous()
     x_tD = x_TD.new_empty(x_TD.shape[0] // group.size(), *x_TD.shape[1:])
-    work = dist.reduce_scatter_tensor(x_tD, x_TD, group=group, async_op=True)
-    return Pending(x_tD, work, keep=x_TD)
+    return reduce_scatter_into(x_tD, x_TD, group)
 
 
 def all_gather(x_tD: Tensor, group: dist.ProcessGroup | None) -> Tensor:

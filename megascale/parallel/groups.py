@@ -81,7 +81,11 @@ def summer(group: Group) -> Callable[[Tensor], Tensor]:
 def initialise_world(
     comm: CommConfig, *, rank: int, world_size: int, device: torch.device, init_method: str
 ) -> None:
-    """Join the default process group. Raises LaunchError naming the address when peers are late."""
+    """Join the default process group. Raises LaunchError naming the address when peers are late.
+
+    The group is not bound to the device: NCCL would then split every new group from it, which all
+    ranks must join, and here each rank creates only its own groups.
+    """
     backend = comm.backend
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -92,7 +96,6 @@ def initialise_world(
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=comm.init_timeout_s),
-            device_id=device if device.type == "cuda" else None,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise LaunchError(

@@ -274,6 +274,7 @@ def _blocks(
                 box=Box(offset, (own_rows, *columns)),
                 start=local_rows * prod(columns),
                 replicated=whole and tp.size > 1,
+                counted=not whole or tp.rank == 0,
             )
         )
         local_rows += stored_rows
@@ -297,6 +298,6 @@ def _divide(name: str, what: str, size: int, tp_size: int) -> int:
 
 def _operator(module: Any, placement: Placement, operators: Operators) -> None:
     """Hang the parallel operator on a module that has an `op`, after its `op_kind`."""
-    kind = getattr(module, "op_kind", None)
-    if kind is not None:
-        module.op = operators[kind, placement]
+    operator = operators.get((getattr(module, "op_kind", ""), placement))
+    if operator is not None:
+        module.op = operator

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megascale.flux.collectives import Pending
+from megascale.flux.collectives import Pending, all_gather_into, reduce_scatter_into
 from megascale.optim import Flat, Segment
 from megascale.parallel.buckets import Bucket, OwnedBlock, one_run
 from megascale.parallel.groups import Groups
@@ -260,19 +260,21 @@ def _reduce_in_place(bucket: Bucket, full: Tensor, group: dist.ProcessGroup) -> 
     """Reduce-scatter of a full gradient buffer; NCCL writes into the rank's own range."""
     own = full[bucket.shard_start : bucket.shard_stop]
     out = own if full.is_cuda else torch.empty_like(own)  # gloo cannot work in place
-    work = dist.reduce_scatter_tensor(out, full, group=group, async_op=True)
-    return Pending(out, work, keep=full)
+    return reduce_scatter_into(out, full, group)
 
 
 def _gather_in_place(bucket: Bucket, own: Tensor, group: dist.ProcessGroup) -> Pending:
     source = own if own.is_cuda else own.clone()
-    work = dist.all_gather_into_tensor(bucket.parameters, source, group=group, async_op=True)
-    return Pending(bucket.parameters, work, keep=source)
+    return all_gather_into(bucket.parameters, source, group)
 
 
 def _add_to_main_gradient(parameter: nn.Parameter) -> None:
-    """Ordinary autograd gradients (norms, embeddings) join the main gradient and are dropped."""
-    assert parameter.grad is not None
+    """Ordinary autograd gradients (norms, embeddings) join the main gradient and are dropped.
+
+    There is none where an operator has added to the main gradient itself.
+    """
+    if parameter.grad is None:
+        return
     parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
     parameter.grad = None
 

@@ -2,7 +2,7 @@
 
     config.json        resolved configuration        run.json     commit, versions, command, starts
     metrics.jsonl      one line a logged step        tb/          TensorBoard
-    events/            recorded spans, one file a rank
+    telemetry/         recorded events, one file of lines a rank
     checkpoints/       step-N folders                logs/        output of local ranks
     tokenizer.json     copied from the data, so that the folder alone can generate and export
 
@@ -31,10 +31,7 @@ class RunFolder:
         self.path = Path(path)
         self.config_file = self.path / "config.json"
         self.run_file = self.path / "run.json"
-        self.metrics_file = self.path / "metrics.jsonl"
         self.tokenizer_file = self.path / "tokenizer.json"
-        self.tensorboard = self.path / "tb"
-        self.events = self.path / "events"
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
 

@@ -1,0 +1,267 @@
+"""The training loop of one rank.
+
+The host runs one step ahead of the device: the values of step k (loss, norm, whether its update was
+masked, whether anybody wants to stop) are read while step k + 1 computes. Decisions follow from
+values that are equal on all ranks, so all ranks save, stop or roll back at the same step without a
+message. Before a checkpoint or a validation the loop catches up, because those wait anyway.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+import torch.distributed as dist
+
+from megascale.data import GlobalBatchLoader
+from megascale.errors import NumericalError
+from megascale.optim import learning_rate
+from megascale.telemetry.recorder import Recorder
+from megascale.topology import Coordinates
+from megascale.train.assemble import Assembly
+from megascale.train.corpus import make_loader, tokenizer_file, validation_batches
+from megascale.train.persistence import Persistence
+from megascale.train.replicas import check_replicas
+from megascale.train.report import Reporter, StepValues
+from megascale.train.run_folder import RunFolder
+from megascale.train.state import Progress
+from megascale.train.step import StepOutcome, train_step, validation_loss
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A step that was launched and whose values were not read yet."""
+
+    outcome: StepOutcome
+    step: int
+    lr: float
+    num_samples: int
+    consumed_samples: int
+
+
+class Loop:
+    """State of a running job on one rank."""
+
+    def __init__(self, assembly: Assembly, folder: RunFolder, recorder: Recorder) -> None:
+        self.assembly = assembly
+        self.config = assembly.config
+        self.folder = folder
+        self.recorder = recorder
+        self.progress = Progress()
+        self.persistence = Persistence(assembly, folder, recorder)
+        self.reporter = Reporter(assembly, folder)
+        self._pending: _Pending | None = None
+        self._num_nonfinite = 0  # in a row
+        self._stop_asked = False  # by a signal to this rank
+        self._stopping = False  # agreed by all ranks
+        self._loader: GlobalBatchLoader | None = None
+
+    def run(self, *, resume: bool) -> None:
+        """Train from the start, from a checkpoint (`resume`), or from given weights."""
+        self.progress = self.persistence.restore(resume=resume)
+        if self.assembly.is_writer:
+            self.folder.open(self.config, tokenizer_file(self.config))
+        self._open_loader()
+        try:
+            with self._signals(), _manual_gc():
+                self.reporter.restart_clock()
+                self._train()
+                self._finish()
+        finally:
+            self._close_loader()
+            self.reporter.close()
+
+    def _train(self) -> None:
+        while self.progress.step < self.config.training.steps and not self._stopping:
+            previous, self._pending = self._pending, None
+            launched = self._launch()
+            if previous is not None and not self._settle(previous):
+                continue  # rolled back: the step launched meanwhile is void
+            self._pending = launched
+            if not self._is_boundary() or self._catch_up():
+                self._between_steps()
+
+    def _finish(self) -> None:
+        self._catch_up()
+        checkpoint = self.config.checkpoint
+        if self._stopping:
+            logger.info("asked to stop: saving step %d", self.progress.step)
+        elif self.config.validation.interval:
+            self._validate()
+        if checkpoint.enable and (checkpoint.save_at_end or self._stopping):
+            self.persistence.save(self.progress, required=True)
+
+    # ------------------------------------------------------------ one step
+
+    def _launch(self) -> _Pending:
+        """Put the next step on the device."""
+        progress, config = self.progress, self.config
+        assert self._loader is not None
+        lr = learning_rate(
+            progress.step,
+            config.lr_scheduler,
+            lr=config.optimizer.lr,
+            total_steps=config.training.steps,
+        )
+        with self.recorder.step(progress.step + 1):
+            since = time.monotonic()
+            with self.recorder.span("data_wait", host=True):
+                batch = next(self._loader)
+            self.reporter.data_wait_s += time.monotonic() - since
+            assert batch.first_sample == progress.consumed_samples, (batch.first_sample, progress)
+            outcome = train_step(
+                self.assembly,
+                batch.micro_batches,
+                global_batch=batch.num_samples,
+                lr=lr,
+                wants_stop=self._stop_asked,
+            )
+        progress.step += 1
+        progress.consumed_samples += batch.num_samples
+        return _Pending(outcome, progress.step, lr, batch.num_samples, progress.consumed_samples)
+
+    def _settle(self, pending: _Pending) -> bool:
+        """Read a step's values, report them, act on them. False where the run was rolled back."""
+        values = _read(pending)
+        self.reporter.finished(values)
+        self._stopping = self._stopping or values.stop_votes > 0
+        if not values.masked:
+            self._num_nonfinite = 0
+            return True
+        return self._nonfinite(pending, values)
+
+    def _catch_up(self) -> bool:
+        """Settle the step in flight, if any."""
+        pending, self._pending = self._pending, None
+        return pending is None or self._settle(pending)
+
+    def _nonfinite(self, pending: _Pending, values: StepValues) -> bool:
+        """The update was masked on the device; now the policy. Same path on all ranks."""
+        self._num_nonfinite += 1
+        name = self._first_bad_name(pending.outcome.update.name_of_worst())
+        self.recorder.incident("nonfinite", step=values.step, parameter=name)
+        training = self.config.training
+        what = f"step {values.step}: the gradient of {name} is not finite; it was not applied"
+        if training.nonfinite_policy == "stop":
+            raise NumericalError(f"{what}. Stopped (training.nonfinite_policy = 'stop')")
+        if self._num_nonfinite >= training.max_nonfinite_steps:
+            raise NumericalError(
+                f"{what}. Stopped after {self._num_nonfinite} such steps in a row "
+                "(training.max_nonfinite_steps)"
+            )
+        if training.nonfinite_policy == "skip":
+            logger.warning("%s (training.nonfinite_policy = 'skip')", what)
+            return True
+        logger.warning("%s; rolling back, and going on with the data behind it", what)
+        restored = self.persistence.roll_back()
+        self.progress = Progress(restored.step, values.consumed_samples)
+        self._close_loader()
+        self._open_loader()
+        return False
+
+    def _first_bad_name(self, own: str | None) -> str | None:
+        """The first stage's answer that is one; every rank calls this for the same step."""
+        if self.assembly.mesh.world_size == 1:
+            return own
+        names: list[str | None] = [None] * self.assembly.mesh.world_size
+        dist.all_gather_object(names, own)
+        return next((name for name in names if name is not None), None)
+
+    # ------------------------------------------------------------ between steps
+
+    def _is_boundary(self) -> bool:
+        step, config = self.progress.step, self.config
+        intervals = (
+            config.validation.interval,
+            config.checkpoint.interval if config.checkpoint.enable else 0,
+            config.debug.check_replicas_interval,
+        )
+        return any(interval and step % interval == 0 for interval in intervals)
+
+    def _between_steps(self) -> None:
+        step, config = self.progress.step, self.config
+        if step % config.training.gc_freq == 0:
+            with self.recorder.span("gc", host=True):
+                gc.collect(1)
+        if self._pending is not None:
+            return  # no boundary
+        every = config.debug.check_replicas_interval
+        if every and step % every == 0:
+            check_replicas(self.assembly, f"step {step}")
+        if config.validation.interval and step % config.validation.interval == 0:
+            if step < config.training.steps:  # the last one follows in `_finish`
+                self._validate()
+        interval = config.checkpoint.interval
+        if config.checkpoint.enable and interval and step % interval == 0:
+            self.persistence.save(self.progress, required=False)
+            self.reporter.restart_clock()
+
+    def _validate(self) -> None:
+        batches = validation_batches(self.config, self.assembly.mesh, self._place)
+        with self.recorder.span("validation"):
+            loss = validation_loss(self.assembly, [batch.micro_batches for batch in batches])
+        self.reporter.validated(self.progress.step, loss)
+
+    @property
+    def _place(self) -> Coordinates:
+        return self.assembly.groups.coordinates
+
+    def _open_loader(self) -> None:
+        self._loader = make_loader(
+            self.config, self.assembly.mesh, self._place, self.progress.consumed_samples
+        )
+
+    def _close_loader(self) -> None:
+        if self._loader is not None:
+            self._loader.close()
+            self._loader = None
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM or SIGINT to any rank: all save the same step and return."""
+
+        def ask(_signum: int, _frame: FrameType | None) -> None:
+            self._stop_asked = True
+
+        old = {s: signal.signal(s, ask) for s in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for signum, handler in old.items():
+                signal.signal(signum, handler)
+
+
+@contextmanager
+def _manual_gc() -> Iterator[None]:
+    """No collection but at agreed steps: one rank's pause stalls all (MegaScale 6.3)."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def _read(pending: _Pending) -> StepValues:
+    """Device to host; waits until the step has run."""
+    outcome = pending.outcome
+    return StepValues(
+        step=pending.step,
+        loss=outcome.loss.item(),
+        grad_norm=outcome.update.norm.item(),
+        lr=pending.lr,
+        num_samples=pending.num_samples,
+        consumed_samples=pending.consumed_samples,
+        masked=bool(outcome.update.found_inf.item()),
+        stop_votes=int(outcome.stop_votes.item()),
+    )

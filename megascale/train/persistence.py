@@ -1,0 +1,146 @@
+"""Saving and restoring a run: which checkpoint, into which tensors, with which checks."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megascale.checkpoint import (
+    apply_retention,
+    find_latest,
+    load_checkpoint,
+    read_meta,
+    save_checkpoint,
+)
+from megascale.errors import CheckpointError
+from megascale.telemetry.recorder import Recorder
+from megascale.train.assemble import Assembly
+from megascale.train.convert import hf_master_pieces_loader
+from megascale.train.replicas import check_replicas
+from megascale.train.run_folder import RunFolder
+from megascale.train.state import (
+    Progress,
+    check_same_model,
+    check_same_samples,
+    checkpoint_meta,
+    master_pieces,
+    state_pieces,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Persistence:
+    """The checkpoints of one run, on this rank. All methods are collective."""
+
+    def __init__(self, assembly: Assembly, folder: RunFolder, recorder: Recorder) -> None:
+        self.assembly = assembly
+        self.config = assembly.config
+        self.folder = folder
+        self.recorder = recorder
+        self._group = _control_group(assembly)
+        self._loaded_from: Path | None = None
+        self._saved_step: int | None = None
+
+    def restore(self, *, resume: bool) -> Progress:
+        """Fill masters and moments; where the run stands."""
+        if resume:
+            path = find_latest(self.folder.checkpoints, group=self._group)
+            if path is not None:
+                return self.load(path)
+            logger.warning("no committed checkpoint in %s: starting anew", self.folder.checkpoints)
+        source = self.config.checkpoint.initial_load_path
+        if source:
+            self._load_weights(Path(source))
+        return Progress()
+
+    def load(self, path: Path) -> Progress:
+        """Everything from a checkpoint that was just verified."""
+        meta = read_meta(path)
+        check_same_model(meta["model"], self.config.model, str(path))
+        check_same_samples(meta, self.config, str(path))
+        pieces = state_pieces(self.assembly.zero, self.assembly.optimizer, counted_only=False)
+        with self.recorder.span("checkpoint", op="load", host=True):
+            load_checkpoint(path, pieces, group=self._group, verified=True)
+        self.assembly.optimizer.step_count.fill_(meta["num_updates"])
+        self._after_load(str(path))
+        self._loaded_from = path
+        self._saved_step = meta["step"]
+        logger.info("resumed from %s at step %d", path, meta["step"])
+        return Progress(step=meta["step"], consumed_samples=meta["consumed_samples"])
+
+    def roll_back(self) -> Progress:
+        """The newest good checkpoint of this run. Raises CheckpointError where there is none."""
+        path = find_latest(self.folder.checkpoints, group=self._group)
+        if path is None:
+            raise CheckpointError(
+                f"nothing to roll back to: {self.folder.checkpoints} holds no committed "
+                "checkpoint; set checkpoint.interval, or training.nonfinite_policy = 'skip'"
+            )
+        return self.load(path)
+
+    def save(self, progress: Progress, *, required: bool) -> None:
+        """Save and rotate. A failed save is told and survived unless `required` (the last one)."""
+        if self._saved_step == progress.step:
+            return
+        zero, optimizer = self.assembly.zero, self.assembly.optimizer
+        meta = checkpoint_meta(self.config, progress, int(optimizer.step_count.item()))
+        pieces = state_pieces(zero, optimizer, counted_only=True)
+        try:
+            with self.recorder.span("checkpoint", op="save", host=True):
+                path = save_checkpoint(
+                    self.folder.checkpoints, progress.step, pieces, meta, group=self._group
+                )
+        except CheckpointError as error:
+            self.recorder.incident("checkpoint_failed", step=progress.step, reason=str(error))
+            if required:
+                raise
+            logger.error("step %d was not saved, training goes on: %s", progress.step, error)
+            return
+        self._saved_step = progress.step
+        self.recorder.checkpoint(progress.step, str(path))
+        if self.assembly.is_writer:
+            protect = [self._loaded_from] if self._loaded_from else []
+            apply_retention(
+                self.folder.checkpoints,
+                self.config.checkpoint.keep_latest_k,
+                protect=protect,
+                known_good=path,
+            )
+
+    def _load_weights(self, source: Path) -> None:
+        """Masters alone, from a Hugging Face folder or a checkpoint of ours; fresh optimizer."""
+        pieces = master_pieces(self.assembly.zero)
+        if self.config.checkpoint.initial_load_in_hf:
+            hf_master_pieces_loader(source, pieces, self.config.model)
+        else:
+            inner = RunFolder(source).checkpoints
+            root = inner if inner.is_dir() else source.parent
+            path = find_latest(inner, group=self._group) if inner.is_dir() else source
+            if path is None or not path.is_dir():
+                raise CheckpointError(
+                    f"checkpoint.initial_load_path {source}: no committed checkpoint in {root}; "
+                    "give a run folder or a step-N folder, or set checkpoint.initial_load_in_hf"
+                )
+            check_same_model(read_meta(path)["model"], self.config.model, str(path))
+            load_checkpoint(path, pieces, group=self._group)
+        self._after_load(str(source))
+        logger.info("weights from %s, fresh optimizer", source)
+
+    def _after_load(self, where: str) -> None:
+        """Parameters follow from the masters by the normal all-gather; replicas must agree."""
+        with torch.no_grad():
+            self.assembly.zero.gather_parameters()
+        check_replicas(self.assembly, f"after loading {where}")
+
+
+def _control_group(assembly: Assembly) -> dist.ProcessGroup | None:
+    """All ranks, on the CPU: for plans, hashes and agreements, never for tensors."""
+    if assembly.mesh.world_size == 1:
+        return None
+    if dist.get_backend() == "gloo":
+        return dist.group.WORLD
+    return dist.new_group(backend="gloo")

@@ -1,0 +1,127 @@
+"""What a pipeline stage computes for one micro-batch: its chunks, and the loss behind the last.
+
+The runtime decides when a chunk runs; this module knows what a chunk needs: tokens for the first,
+labels for the last, positions and sample numbers for all. Every pipeline stage reads the same
+micro-batches (they are a pure function of sample numbers), so no stage waits for another's labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megascale.config import RunConfig
+from megascale.data import MicroBatch
+from megascale.flux.collectives import rank_slice
+from megascale.model.context import ForwardContext
+from megascale.model.transformer import TransformerChunk
+from megascale.parallel.cross_entropy import LossFunction
+from megascale.parallel.groups import Groups
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """A micro-batch on the device, flattened batch-major to T tokens, and its context."""
+
+    tokens_T: Tensor
+    labels_T: Tensor
+    mask_T: Tensor  # main dtype, 1 where the token counts
+    context: ForwardContext
+
+
+class StageProgram:
+    """The chunks of this stage by global chunk number, run for the runtime.
+
+    Losses are summed over tokens and scaled by 1 / (tokens of the nominal global batch), a constant
+    of the step: `loss_sum` and `num_valid` collect what the true mean needs. The step divides by
+    the true global count of unmasked tokens at the end, in one device scalar.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        groups: Groups,
+        chunks: Mapping[int, TransformerChunk],
+        loss: LossFunction,
+        *,
+        device: torch.device,
+        main_dtype: torch.dtype,
+    ) -> None:
+        self.config = config
+        self.groups = groups
+        self.chunks = chunks
+        self.loss = loss
+        self.device = device
+        self.main_dtype = main_dtype
+        self.last_chunk = config.parallelism.num_chunks - 1
+        self.batches: list[DeviceBatch] = []
+        self.nominal_tokens = 1.0
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self.num_valid = torch.zeros((), dtype=torch.float64, device=device)
+
+    @property
+    def hidden_shape(self) -> tuple[int, ...]:
+        """[t, D]: this rank's token rows between chunks."""
+        training = self.config.training
+        tokens = training.micro_batch_size * training.seq_len
+        return tokens // self.groups.mesh.tensor, self.config.model.hidden_size
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        parameter = next(next(iter(self.chunks.values())).parameters())
+        return parameter.dtype
+
+    def begin(self, batches: Sequence[MicroBatch], *, nominal_tokens: int, training: bool) -> None:
+        """Take the micro-batches of one step and reset the loss."""
+        self.batches = [self._to_device(batch, training) for batch in batches]
+        self.nominal_tokens = float(nominal_tokens)
+        self.loss_sum.zero_()
+        self.num_valid.zero_()
+
+    def forward(self, chunk: int, micro_batch: int, x: Tensor | None) -> Tensor:
+        """Hidden states of `chunk` for a micro-batch; the scaled loss behind the last chunk."""
+        batch = self.batches[micro_batch]
+        inputs = batch.tokens_T if x is None else x
+        output: Tensor = self.chunks[chunk](inputs, batch.context)
+        if chunk != self.last_chunk:
+            return output
+        loss_sum = self.loss(output, batch.labels_T, batch.mask_T)
+        self.loss_sum += loss_sum.detach()
+        self.num_valid += batch.mask_T.sum()
+        return loss_sum / self.nominal_tokens
+
+    def _to_device(self, batch: MicroBatch, training: bool) -> DeviceBatch:
+        model = self.config.model
+        num_sequences, seq_len = batch.tokens_BS.shape
+        rows = rank_slice(num_sequences * seq_len, self.groups.tensor)
+        positions_T = torch.arange(seq_len, device=self.device).repeat(num_sequences)
+        dropout = training and (model.hidden_dropout > 0 or model.attention_dropout > 0)
+        samples_B = _move(batch.sample_numbers_B, self.device)
+        token_ids_T = (samples_B[:, None] * seq_len).expand(-1, seq_len).flatten() + positions_T
+        context = ForwardContext(
+            seq_len=seq_len,
+            positions_t=positions_T[rows],
+            token_ids_t=token_ids_T[rows],
+            sample_numbers_B=samples_B,
+            dropout_seed=self.config.training.seed if dropout else None,
+            recompute=self.config.activation_checkpoint.mode,
+        )
+        return DeviceBatch(
+            tokens_T=_move(batch.tokens_BS, self.device).flatten(),
+            labels_T=_move(batch.labels_BS, self.device).flatten(),
+            mask_T=_move(batch.loss_mask_BS, self.device).flatten().to(self.main_dtype),
+            context=context,
+        )
+
+
+def _move(array: object, device: torch.device) -> Tensor:
+    """Numpy to device; on CUDA through pinned memory, without waiting."""
+    tensor = torch.as_tensor(array)
+    if tensor.dtype not in (torch.bool, torch.float32):
+        tensor = tensor.to(torch.int64)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor

@@ -1,0 +1,62 @@
+"""The life of one rank: device, process group, recorder, assembly, loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megascale.config import RunConfig
+from megascale.env import RankEnvironment
+from megascale.errors import ConfigError
+from megascale.parallel.groups import initialise_world
+from megascale.telemetry.hooks import Hook
+from megascale.train.assemble import assemble
+from megascale.train.loop import Loop
+from megascale.train.recording import open_recorder
+from megascale.train.run_folder import RunFolder
+
+
+def run_rank(
+    config: RunConfig, rank: RankEnvironment, *, resume: bool, hooks: Sequence[Hook] = ()
+) -> None:
+    """Join the world, build, load, train, save. Returns when the run is done or told to stop."""
+    mesh = config.mesh(rank.world_size)
+    device = pick_device(config, rank)
+    folder = RunFolder(config.job.run_dir)
+    if config.debug.deterministic:
+        torch.use_deterministic_algorithms(True)
+    if rank.world_size > 1:
+        host, port = rank.rendezvous
+        initialise_world(
+            config.comm,
+            rank=rank.global_rank,
+            world_size=rank.world_size,
+            device=device,
+            init_method=f"tcp://{host}:{port}",
+        )
+    try:
+        with open_recorder(config, rank, mesh, device, folder, hooks) as recorder:
+            with recorder.span("init", host=True):
+                assembly = assemble(config, mesh, device, span=recorder.span)
+            Loop(assembly, folder, recorder).run(resume=resume)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def pick_device(config: RunConfig, rank: RankEnvironment) -> torch.device:
+    """The CUDA device of this local rank where there is one or it was asked for, else the CPU."""
+    wanted = config.training.device
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    num_devices = torch.cuda.device_count()
+    if rank.local_rank >= num_devices:
+        raise ConfigError(
+            f"local rank {rank.local_rank} has no CUDA device, {num_devices} are visible; start at "
+            f"most {num_devices} ranks on this machine, or set training.device = 'cpu'"
+        )
+    device = torch.device("cuda", rank.local_rank)
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,70 @@
+"""Opens what a rank records: the clock of its device, its line file, and the recorder over both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from megascale.config import RunConfig
+from megascale.env import RankEnvironment, agent_environment, hostname, installed_versions
+from megascale.events import ProgressWriter, run_header
+from megascale.parallel.clock import CudaEventClock
+from megascale.telemetry.clock import Clock, MonotonicClock
+from megascale.telemetry.hooks import Hook
+from megascale.telemetry.recorder import NullRecorder, Recorder
+from megascale.telemetry.writer import LineWriter, line_file
+from megascale.topology import Mesh
+from megascale.train.run_folder import RunFolder
+
+
+@contextmanager
+def open_recorder(
+    config: RunConfig,
+    rank: RankEnvironment,
+    mesh: Mesh,
+    device: torch.device,
+    folder: RunFolder,
+    hooks: Sequence[Hook],
+) -> Iterator[Recorder]:
+    """This rank's recorder, writing to its line file until the context ends."""
+    telemetry, agent = config.telemetry, agent_environment()
+    if not telemetry.enable:
+        yield NullRecorder(hooks)
+        return
+    clock: Clock = CudaEventClock() if device.type == "cuda" else MonotonicClock()
+    writer = LineWriter(
+        line_file(folder.path, rank.global_rank),
+        rank=rank.global_rank,
+        buffer_events=telemetry.buffer_events,
+    )
+    with writer:
+        writer(
+            run_header(
+                mesh,
+                rank.global_rank,
+                host=hostname(),
+                epoch=agent.epoch,
+                device=device_name(device),
+                versions=installed_versions(("megascale", "torch", "triton")),
+            )
+        )
+        recorder = Recorder(
+            clock,
+            writer,
+            rank=rank.global_rank,
+            span_interval=telemetry.span_interval,
+            buffer_events=telemetry.buffer_events,
+            hooks=hooks,
+            progress=ProgressWriter(agent.progress_page) if agent.progress_page else None,
+            epoch=agent.epoch,
+        )
+        try:
+            yield recorder
+        finally:
+            recorder.close()
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -1,0 +1,131 @@
+"""The log line and its numbers. Rates cover the time between two log lines, all ranks together."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from megascale.telemetry.metrics import Metrics, MetricsLogger, Throughput
+from megascale.train.assemble import Assembly
+from megascale.train.recording import device_name
+from megascale.train.run_folder import RunFolder
+from megascale.units import flops_per_token, peak_tflops
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """A finished step on the host."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    num_samples: int
+    consumed_samples: int
+    masked: bool  # the gradient was not finite, the update was not applied
+    stop_votes: int
+
+
+class Reporter:
+    """Turns step values into metrics on rank 0; on other ranks it does nothing."""
+
+    def __init__(self, assembly: Assembly, folder: RunFolder) -> None:
+        self.config = assembly.config
+        self.device = assembly.device
+        self.data_wait_s = 0.0
+        self.num_skipped = 0
+        self._logger: MetricsLogger | None = None
+        if assembly.is_writer:
+            self._logger = MetricsLogger(
+                folder.path, tensorboard=self.config.metrics.tensorboard, console=_say
+            )
+        self._throughput = _throughput(assembly)
+        self._since = time.monotonic()
+        self._steps = self._samples = 0
+        self._validation_loss: float | None = None
+
+    def finished(self, values: StepValues) -> None:
+        """Take one step; write a line every `metrics.log_interval` steps and at the last."""
+        self.num_skipped += values.masked
+        self._steps += 1
+        self._samples += values.num_samples
+        config = self.config
+        due = values.step % config.metrics.log_interval == 0 or values.step in (
+            1,
+            config.training.steps,
+        )
+        if due:
+            self._write(values)
+
+    def validated(self, step: int, loss: float) -> None:
+        """A validation after `step`; its time is not charged to the steps around it."""
+        if self._logger is not None:
+            self._logger.log(Metrics(step=step, validation_loss=loss))
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """After work that is no step (validation, checkpoint, loading)."""
+        self._since = time.monotonic()
+        self._steps = self._samples = 0
+        self.data_wait_s = 0.0
+
+    def close(self) -> None:
+        if self._logger is not None:
+            self._logger.close()
+
+    def _write(self, values: StepValues) -> None:
+        seconds = time.monotonic() - self._since
+        seq_len = self.config.training.seq_len
+        if self._logger is not None:
+            self._logger.log(
+                Metrics(
+                    step=values.step,
+                    loss=values.loss,
+                    grad_norm=values.grad_norm,
+                    lr=values.lr,
+                    step_s=seconds / self._steps,
+                    data_wait_s=self.data_wait_s / self._steps,
+                    global_batch_size=values.num_samples,
+                    consumed_tokens=values.consumed_samples * seq_len,
+                    skipped_steps=self.num_skipped,
+                    **self._throughput.rates(self._samples * seq_len, seconds),
+                    **_memory(self.device),
+                )
+            )
+        self.restart_clock()
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _throughput(assembly: Assembly) -> Throughput:
+    config = assembly.config
+    known = peak_tflops(device_name(assembly.device))
+    peak = config.metrics.peak_tflops or (known[0] if known else None)
+    return Throughput(
+        num_devices=assembly.mesh.world_size,
+        flops_per_token=flops_per_token(config.model, config.training.seq_len, "full"),
+        flops_per_token_causal=flops_per_token(config.model, config.training.seq_len, "half"),
+        peak_tflops=peak,
+    )
+
+
+def _memory(device: torch.device) -> dict[str, int | float]:
+    """Fields of `Metrics`: the device's allocator, or the process's peak resident size."""
+    if device.type != "cuda":
+        import resource
+
+        return {"memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    stats = torch.cuda.memory_stats(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    reserved = stats["reserved_bytes.all.peak"]
+    return {
+        "memory_bytes": reserved,
+        "memory_fraction": reserved / total,
+        "active_bytes": stats["active_bytes.all.peak"],
+        "num_alloc_retries": stats["num_alloc_retries"],
+        "num_ooms": stats["num_ooms"],
+    }

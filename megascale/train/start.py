@@ -1,0 +1,96 @@
+"""`megascale train`: check everything that can be checked, then become ranks.
+
+A command line without a launcher's variables is the parent: it checks the configuration, the data
+and the run folder, and starts N ranks (or becomes the only one). Under torchrun's or srun's
+variables the same command line is one rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from megascale.config import RunConfig, load_config
+from megascale.env import RankEnvironment, rank_environment
+from megascale.errors import ConfigError, MegascaleError
+from megascale.plan.describe import describe
+from megascale.train.corpus import resolve_vocabulary
+from megascale.train.launch import launch_local, record_failure
+from megascale.train.run_folder import RunFolder
+
+
+def start_training(
+    recipe: Path,
+    overrides: Sequence[str],
+    *,
+    nproc: int | None,
+    resume: bool,
+    dry_run: bool,
+    master_port: int | None,
+) -> None:
+    """The verb. Raises MegascaleError with what the user should read."""
+    rank = rank_environment()
+    config = resolve_vocabulary(_load(recipe, overrides))
+    folder = RunFolder(config.job.run_dir)
+    if dry_run:
+        _print_plan(config, nproc or rank.world_size)
+        return
+    if rank.launcher != "none":
+        if nproc is not None:
+            raise ConfigError(
+                f"--nproc {nproc} was given to a rank that {rank.launcher} started; leave it out"
+            )
+        _become_rank(config, rank, resume=resume)
+        return
+    num_ranks = nproc or 1
+    config.mesh(num_ranks)
+    folder.check(resume=resume)
+    if num_ranks == 1:
+        _become_rank(config, rank, resume=resume)
+        return
+    arguments = ["train", str(recipe), *_flags(overrides), *(["--resume"] if resume else [])]
+    launch_local(arguments, num_ranks, folder.logs, master_port)
+
+
+def _load(recipe: Path, overrides: Sequence[str]) -> RunConfig:
+    if recipe.is_dir():
+        recipe = RunFolder(recipe).config_file
+    return load_config(recipe, overrides)
+
+
+def _flags(overrides: Sequence[str]) -> list[str]:
+    return [argument for override in overrides for argument in ("--set", override)]
+
+
+def _print_plan(config: RunConfig, world_size: int) -> None:
+    typer.echo(config.model_dump_json(indent=2))
+    typer.echo(str(describe(config, world_size)))
+
+
+def _become_rank(config: RunConfig, rank: RankEnvironment, *, resume: bool) -> None:
+    """Train as one rank. A failure is recorded where whoever started this rank looks for it."""
+    from megascale.train.rank import run_rank  # torch is imported by ranks only
+
+    logging.basicConfig(
+        level=logging.INFO if rank.global_rank == 0 else logging.WARNING,
+        format=f"[rank{rank.global_rank}] %(message)s",
+        stream=sys.stdout if rank.global_rank == 0 else sys.stderr,
+    )
+    folder = RunFolder(config.job.run_dir)
+    logs = folder.logs
+    try:
+        if rank.global_rank == 0:  # only here: others may see the records that rank 0 writes next
+            folder.check(resume=resume)
+        run_rank(config, rank, resume=resume)
+    except MegascaleError as error:
+        if rank.world_size > 1:
+            record_failure(logs, rank.global_rank, str(error), error.exit_code)
+        raise
+    except Exception as error:  # the edge of the process: recorded, then raised
+        if rank.world_size > 1:
+            record_failure(logs, rank.global_rank, f"{type(error).__name__}: {error}", 1)
+        raise

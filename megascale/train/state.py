@@ -1,0 +1,131 @@
+"""What a run saves and restores: masters, optimizer moments, and a few numbers.
+
+Keys are `master/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with logical names and global boxes, so
+any layout loads into any other. The data position is one number (consumed samples). There is no random
+state: initialisation and dropout are pure functions of the seed and of global positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from megascale.checkpoint import Piece, pieces_of_range
+from megascale.config import ModelConfig, RunConfig
+from megascale.errors import CheckpointError
+from megascale.optim import Optimizer
+from megascale.parallel.zero import Run, ShardedDataParallel
+
+FORMAT = 1
+
+
+@dataclass
+class Progress:
+    """Where a run stands; equal on all ranks."""
+
+    step: int = 0
+    consumed_samples: int = 0
+
+
+def run_pieces(run: Run, prefix: str, values: Tensor, *, counted_only: bool = False) -> list[Piece]:
+    """Pieces of `values` [run.stop - run.start], laid out as the run's master shard.
+
+    counted_only  leave out copies: what tensor ranks above 0 replicate, and tied copies
+    """
+    origin = run.bucket.shard_start
+    blocks = [
+        replace(piece.flat.block, start=piece.flat.start)
+        for piece in run.owned
+        if not (counted_only and piece.flat.block.is_copy)
+    ]
+    return pieces_of_range(prefix, blocks, values, origin + run.start, origin + run.stop)
+
+
+def master_pieces(zero: ShardedDataParallel, *, counted_only: bool = False) -> list[Piece]:
+    """Views of every master shard of this rank."""
+    return [
+        piece
+        for run in zero.runs
+        for piece in run_pieces(
+            run, "master", run.bucket.master[run.start : run.stop], counted_only=counted_only
+        )
+    ]
+
+
+def state_pieces(
+    zero: ShardedDataParallel, optimizer: Optimizer, *, counted_only: bool
+) -> list[Piece]:
+    """Masters and moments: what a checkpoint holds of this rank."""
+    return master_pieces(zero, counted_only=counted_only) + [
+        piece
+        for name, values in optimizer.state().items()
+        for run, flat in zip(zero.runs, values, strict=True)
+        for piece in run_pieces(run, name, flat, counted_only=counted_only)
+    ]
+
+
+def checkpoint_meta(config: RunConfig, progress: Progress, num_updates: int) -> dict[str, Any]:
+    """The JSON beside the tensors."""
+    return {
+        "format": FORMAT,
+        "step": progress.step,
+        "consumed_samples": progress.consumed_samples,
+        "num_updates": num_updates,
+        "seed": config.training.seed,
+        "model": config.model.model_dump(),
+        "seq_len": config.training.seq_len,
+        "packing": config.data.packing,
+        "dtype": config.training.dtype,
+    }
+
+
+# What may differ between a checkpoint and the run that loads it without changing the parameters.
+_FREE = frozenset(
+    {"preset", "hidden_dropout", "attention_dropout", "attention_window", "init_std"}
+    | {"scaled_residual_init", "max_seq_len", "rope_scaling", "rope_theta", "norm_eps"}
+)
+
+
+def check_same_model(saved: dict[str, Any], model: ModelConfig, where: str) -> None:
+    """Refuse a checkpoint of another model, naming the first keys that differ."""
+    theirs, ours = ModelConfig(**saved), model
+    different = list(_differences(theirs, ours))
+    if different:
+        raise CheckpointError(
+            f"{where} is a checkpoint of another model: {'; '.join(different[:4])}; set [model] "
+            "to its values, or load another checkpoint"
+        )
+
+
+def check_same_samples(meta: dict[str, Any], config: RunConfig, where: str) -> None:
+    """Refuse to resume where sample numbers would mean other samples."""
+    ours = {
+        "training.seed": ("seed", config.training.seed),
+        "training.seq_len": ("seq_len", config.training.seq_len),
+        "data.packing": ("packing", config.data.packing),
+    }
+    for key, (name, value) in ours.items():
+        if meta[name] != value:
+            raise CheckpointError(
+                f"{where} was trained with {key} = {meta[name]!r}, this run has {value!r}, so its "
+                "data position would mean other samples; set it back, or start a new run from "
+                "these weights with checkpoint.initial_load_path"
+            )
+
+
+def _differences(theirs: ModelConfig, ours: ModelConfig) -> Iterator[str]:
+    resolved = {
+        "num_kv_heads": "kv_heads",
+        "head_dim": "dim_per_head",
+        "ffn_hidden_size": "ffn_size",
+    }
+    for key in ModelConfig.model_fields:
+        if key in _FREE:
+            continue
+        attribute = resolved.get(key, key)
+        saved, wanted = getattr(theirs, attribute), getattr(ours, attribute)
+        if saved != wanted:
+            yield f"model.{key} is {saved} there and {wanted} here"
