@@ -21,16 +21,24 @@ _context.set_forkserver_preload(["torch", "torch.distributed", "torch.distribute
 
 
 def _entry(
-    fn: Callable[..., Any], rank: int, world_size: int, store: str, args: tuple[Any, ...], pipe: Any
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store: str,
+    cuda: bool,
+    args: tuple[Any, ...],
+    pipe: Any,
 ) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    if cuda:
+        torch.cuda.set_device(rank)
     try:
         dist.init_process_group(
-            "gloo",
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
             store=dist.FileStore(store, world_size),
             rank=rank,
             world_size=world_size,
@@ -47,11 +55,17 @@ def _entry(
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    cuda: bool = False,
 ) -> list[Any]:
     """Results of `fn(rank, world_size, *args)` of every rank, in order.
 
-    `fn` is a module-level function with the default gloo group initialised; results are pickled.
+    `fn` is a module-level function with the default gloo group initialised (`cuda`: NCCL for CUDA
+    tensors too, a device a rank). Results are pickled; tensors must be turned into lists or numpy,
+    because a rank is gone before its shared memory could be opened.
     Raises AssertionError with the first failing rank's traceback, or naming the ranks that did not
     answer within `timeout_s`.
     """
@@ -60,7 +74,7 @@ def run_ranks(
         for rank in range(world_size):
             receiver, sender = _context.Pipe(duplex=False)
             process = _context.Process(
-                target=_entry, args=(fn, rank, world_size, f"{folder}/store", args, sender)
+                target=_entry, args=(fn, rank, world_size, f"{folder}/store", cuda, args, sender)
             )
             process.start()
             sender.close()

@@ -39,7 +39,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         cols = logits_Tv.shape[1]
         start = tp.rank * cols
         valid = local_valid(cols, start, vocab_size)
-        with tp.span("tp_cross_entropy"):
+        with tp.span("tp_cross_entropy", group="tensor"):
             max_T = row_max(logits_Tv, valid)
             _all_reduce(max_T, dist.ReduceOp.MAX, tp)
             sums_2T = sum_exp_and_target(logits_Tv, labels_T, max_T, start, valid)

@@ -15,7 +15,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -128,13 +128,23 @@ class PipelineRuntime:
             self._wait_for_all(step)
         elif action.kind in SENDS:
             channel = action.channel(self._stage)
-            with self._span("pp_send", payload=channel.payload.value, chunk=chunk, micro_batch=m):
+            with self._span("send", **self._fields(channel, chunk, m)):
                 self._transfers.send(channel, step.to_send.pop((action.kind, chunk, m)))
         else:
             assert action.kind in RECEIVES, action
             channel = action.channel(self._stage)
-            with self._span("pp_recv", payload=channel.payload.value, chunk=chunk, micro_batch=m):
+            with self._span("recv", **self._fields(channel, chunk, m)):
                 step.receives[action.kind, chunk, m] = self._transfers.receive(channel)
+
+    def _fields(self, channel: Channel, chunk: int, m: int) -> dict[str, Any]:
+        """What a transfer's span says of it; the recorder numbers the transfers of a channel."""
+        return {
+            "op": channel.payload.value,
+            "group": f"{channel.source}->{channel.destination} {channel.payload.value}",
+            "chunk": chunk,
+            "micro_batch": m,
+            "stream": "pipeline",
+        }
 
     def _forward(self, step: _Step, chunk: int, m: int) -> None:
         x = None
@@ -167,11 +177,11 @@ class PipelineRuntime:
 
     def _received(self, step: _Step, kind: ActionKind, chunk: int, m: int) -> Tensor:
         receive = step.receives.pop((kind, chunk, m))
-        with self._span("pp_wait", kind=kind.value, chunk=chunk, micro_batch=m):
+        with self._span("pp_wait", op=kind.value, chunk=chunk, micro_batch=m):
             return receive.wait()
 
     def _wait_for_all(self, step: _Step) -> None:
-        with self._span("pp_wait", kind="all"):
+        with self._span("pp_wait", op="all"):
             for receive in step.receives.values():
                 receive.wait()
             self._transfers.finish()

@@ -79,14 +79,14 @@ class _ColumnLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_tI)
         ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
-        with tp.span("tp_all_gather_gemm"):
+        with tp.span("tp_all_gather_gemm", group="tensor"):
             y_TO, _ = all_gather_gemm(x_tI, weight, bias, tp.group)
         return y_TO
 
     @staticmethod
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         (x_tI,) = ctx.saved_tensors
-        with ctx.tp.span("tp_column_backward"):
+        with ctx.tp.span("tp_column_backward", group="tensor"):
             gathered = start_all_gather(x_tI, ctx.tp.group)  # under the input-gradient GEMM
             grad_x = start_reduce_scatter(grad_TO @ ctx.weight, ctx.tp.group)  # under the next
             grad_weight = accumulate_weight_gradient(ctx.weight, grad_TO, gathered.wait())
@@ -101,14 +101,14 @@ class _RowLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_Ti)
         ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
-        with tp.span("tp_gemm_reduce_scatter"):
+        with tp.span("tp_gemm_reduce_scatter", group="tensor"):
             y_tO = gemm_reduce_scatter(x_Ti, weight, tp.group)
         return y_tO if bias is None else y_tO.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, grad_tO: Tensor) -> tuple[Tensor | None, ...]:
         (x_Ti,) = ctx.saved_tensors
-        with ctx.tp.span("tp_row_backward"):
+        with ctx.tp.span("tp_row_backward", group="tensor"):
             grad_TO = all_gather(grad_tO, ctx.tp.group)
             grad_x = grad_TO @ ctx.weight
             grad_weight = accumulate_weight_gradient(ctx.weight, grad_TO, x_Ti)
@@ -130,7 +130,7 @@ class _RowPair(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(a_Ti, b_Tj)
         ctx.weight_a, ctx.weight_b, ctx.bias, ctx.tp = weight_a, weight_b, bias, tp
-        with tp.span("tp_gemm_reduce_scatter"):
+        with tp.span("tp_gemm_reduce_scatter", group="tensor"):
             y_TO = F.linear(a_Ti, weight_a).addmm_(b_Tj, weight_b.t())
             y_tO = reduce_scatter(y_TO, tp.group)
         return y_tO if bias is None else y_tO.add_(bias)
@@ -138,7 +138,7 @@ class _RowPair(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_tO: Tensor) -> tuple[Tensor | None, ...]:
         a_Ti, b_Tj = ctx.saved_tensors
-        with ctx.tp.span("tp_row_backward"):
+        with ctx.tp.span("tp_row_backward", group="tensor"):
             grad_TO = all_gather(grad_tO, ctx.tp.group)
             grad_a, grad_b = grad_TO @ ctx.weight_a, grad_TO @ ctx.weight_b
             grad_wa = accumulate_weight_gradient(ctx.weight_a, grad_TO, a_Ti)

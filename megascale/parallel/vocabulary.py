@@ -27,14 +27,14 @@ class _VocabularyEmbedding(torch.autograd.Function):
         row_T = torch.where(own_T, local_T, tokens_T % rows)
         ctx.save_for_backward(row_T, own_T)
         ctx.weight, ctx.tp = weight_vD, tp
-        with tp.span("tp_embedding_reduce_scatter"):
+        with tp.span("tp_embedding_reduce_scatter", group="tensor"):
             x_TD = weight_vD[row_T].mul_(own_T[:, None])
             return reduce_scatter(x_TD, tp.group)
 
     @staticmethod
     def backward(ctx: Any, grad_tD: Tensor) -> tuple[Tensor | None, ...]:
         row_T, own_T = ctx.saved_tensors
-        with ctx.tp.span("tp_embedding_backward"):
+        with ctx.tp.span("tp_embedding_backward", group="tensor"):
             grad_TD = all_gather(grad_tD, ctx.tp.group)
             main_grad = getattr(ctx.weight, "main_grad", None)
             target = torch.zeros_like(ctx.weight) if main_grad is None else main_grad

@@ -162,7 +162,7 @@ class ShardedDataParallel:
 
     def finish_gradients(self) -> None:
         """Wait for the reduce-scatters (on CUDA: the stream does); sum replicated and tied ones."""
-        with self.span("dp_finish_gradients"):
+        with self.span("grad_sync", op="finish"):
             while self._reducing:
                 self._complete_oldest()
             self._sum_replicated()
@@ -172,7 +172,7 @@ class ShardedDataParallel:
 
     def gather_parameters(self) -> None:
         """Send every bucket's updated masters to all data ranks; returns before they arrive."""
-        with self.span("dp_all_gather"):
+        with self.span("param_gather", op="all_gather", group="data", stream="data"):
             for bucket in self.buckets:
                 own = bucket.parameters[bucket.shard_start : bucket.shard_stop]
                 if bucket.master.dtype != own.dtype:
@@ -216,7 +216,8 @@ class ShardedDataParallel:
     def _reduce(self, bucket: Bucket) -> None:
         if self.groups.data is None or (self.zero_stage == 1 and not self._last_micro_batch):
             return
-        with self.span("dp_reduce_scatter", bucket=bucket.name):
+        fields = {"op": "reduce_scatter", "group": "data", "stream": "data"}
+        with self.span("grad_sync", bucket=bucket.name, **fields):
             buffer = self._full[bucket.name] if self._keeps_full else self._full.pop(bucket.name)
             pending = _reduce_in_place(bucket, buffer[: bucket.num_elements], self.groups.data)
             self._reducing.append(_Reducing(bucket, pending, buffer))

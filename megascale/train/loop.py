@@ -178,7 +178,10 @@ class Loop:
     # ------------------------------------------------------------ between steps
 
     def _is_boundary(self) -> bool:
+        """Must the step's values be read before the next step? On a CPU nothing runs ahead."""
         step, config = self.progress.step, self.config
+        if self.assembly.device.type == "cpu":
+            return True
         intervals = (
             config.validation.interval,
             config.checkpoint.interval if config.checkpoint.enable else 0,

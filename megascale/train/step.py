@@ -50,8 +50,7 @@ def train_step(
     zero.start_step()
     assembly.runtime.run(len(micro_batches))
     loss_sum, num_valid, votes = _world_sums(assembly, wants_stop)
-    with assembly.span("grad_sync"):
-        zero.finish_gradients()
+    zero.finish_gradients()
     with assembly.span("optimizer"):
         update = assembly.optimizer.step(lr, grad_scale=nominal / num_valid.clamp(min=1.0))
     zero.gather_parameters()

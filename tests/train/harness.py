@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -84,7 +85,8 @@ def train_tiny(
     """Runs on every rank."""
     config = load_config(None, [*TINY, *overrides])
     mesh = config.mesh(world_size)
-    assembly = assemble(config, mesh, torch.device("cpu"))
+    device = torch.device("cuda", rank) if config.training.device == "cuda" else torch.device("cpu")
+    assembly = assemble(config, mesh, device)
     place = assembly.groups.coordinates
     loader = make_loader(config, place.dp_rank, mesh.data)
     gradients: list[RankPiece] = []
@@ -108,16 +110,13 @@ def train_tiny(
         losses.append(outcome.loss.item())
         norms.append(outcome.update.norm.item())
         assembly.zero.wait_for_parameters()
-        hashes.append([b.parameters.numpy().tobytes() for b in assembly.zero.buckets])
-    hashes = [[_digest(raw) for raw in step_hashes] for step_hashes in hashes]
+        hashes.append([_digest(bucket.parameters) for bucket in assembly.zero.buckets])
     coordinates = (place.tp_rank, place.dp_rank, place.pp_rank)
     return Outcome(losses, norms, gradients, hashes, coordinates)
 
 
-def _digest(raw: bytes) -> bytes:
-    import hashlib
-
-    return hashlib.sha256(raw).digest()
+def _digest(values: torch.Tensor) -> bytes:
+    return hashlib.sha256(values.cpu().view(torch.uint8).numpy().tobytes()).digest()
 
 
 def _gradients(assembly: Assembly, grad_scale: Any) -> list[RankPiece]:
@@ -127,7 +126,7 @@ def _gradients(assembly: Assembly, grad_scale: Any) -> list[RankPiece]:
             piece.key.removeprefix("gradient/"),
             piece.global_shape,
             piece.box.offset,
-            (piece.tensor * scale).numpy().copy(),
+            (piece.tensor * scale).cpu().numpy().copy(),
         )
         for run in assembly.zero.runs
         for piece in run_pieces(
@@ -165,5 +164,11 @@ def run_layout(
         "parallelism.bucket_mb=0.05",
     ]
     return run_ranks(
-        train_tiny, world_size, [*overrides, *settings], num_steps, ragged, timeout_s=110
+        train_tiny,
+        world_size,
+        [*overrides, *settings],
+        num_steps,
+        ragged,
+        timeout_s=110,
+        cuda="training.device=cuda" in overrides,
     )

@@ -53,9 +53,21 @@ def _feasible(case: Case) -> bool:
 
 
 ALL_THREE = {
-    **{"tp": 2, "dp": 2, "pp": 2, "vp": 2, "zero": 2, "transfers": "decoupled"},
-    **{"family": "gpt", "block": "parallel", "window": 5, "tied": True, "optimizer": "lamb"},
-    **{"recompute": "selective", "dropout": 0.1, "ragged": True, "vocab": 256},
+    "tp": 2,
+    "dp": 2,
+    "pp": 2,
+    "vp": 2,
+    "zero": 2,
+    "transfers": "decoupled",
+    "family": "gpt",
+    "block": "parallel",
+    "window": 5,
+    "tied": True,
+    "optimizer": "lamb",
+    "recompute": "selective",
+    "dropout": 0.1,
+    "ragged": True,
+    "vocab": 256,
 }
 CASES = pairwise(FACTORS, _feasible, first=[ALL_THREE])
 
@@ -130,9 +142,7 @@ LONG = [
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LONG, ids=str)
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
-def test_losses_of_twenty_steps_equal_one_process(
-    layout: dict[str, int], optimizer: str
-) -> None:
+def test_losses_of_twenty_steps_equal_one_process(layout: dict[str, int], optimizer: str) -> None:
     options = (f"optimizer.name={optimizer}", "optimizer.lr=0.002")
     reference = _reference(options, 20, False)
     assert reference.losses[-1] < reference.losses[0]
