@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megascale.ops.embedding import embedding
 from megascale.ops.linear import linear, linear_pair
 from megascale.ops.norm import layer_norm, rms_norm
 
@@ -148,7 +148,7 @@ class VocabEmbedding(LogicalModule):
         super().__init__()
         self.name, self.rows = name, rows
         self.weight = _parameter((rows, hidden), device, dtype)
-        self.op: Callable[[Tensor, Tensor], Tensor] = F.embedding
+        self.op: Callable[[Tensor, Tensor], Tensor] = embedding
 
     def forward(self, tokens_T: Tensor) -> Tensor:
         return self.op(tokens_T, self.weight)

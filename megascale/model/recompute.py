@@ -30,12 +30,13 @@ def checkpointed(fn: Callable[..., Tensor], *args: Any) -> Tensor:
 def remade(value: Tensor, make: Callable[[], Tensor]) -> AbstractContextManager[None]:
     """Inside, an operator that saves `value` for its backward saves how to `make` it instead.
 
-    Works for any operator, communication included, because nothing of it runs again.
+    Works for any operator, communication included, because nothing of it runs again. The hooks live
+    as long as the graph, so they must not hold `value` itself.
     """
+    identity = (value.data_ptr(), value.shape)
 
     def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
-        same = saved.data_ptr() == value.data_ptr() and saved.shape == value.shape
-        return make if same else saved
+        return make if (saved.data_ptr(), saved.shape) == identity else saved
 
     def unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
         if isinstance(packed, Tensor):

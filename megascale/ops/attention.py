@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megascale.ops.cached import cached
 from megascale.ops.random import dropout as drop_rows
 
 _CUDA_PRIORITY = [
@@ -75,7 +76,7 @@ def attention(
     return y.transpose(1, 2)
 
 
-@functools.lru_cache(maxsize=8)
+@cached(maxsize=8)
 def visible_mask(
     num_queries: int, num_keys: int, window: int | None, device: torch.device
 ) -> Tensor:
@@ -93,7 +94,7 @@ def _compiled_flex_attention() -> Any:
     return torch.compile(flex_attention)
 
 
-@functools.lru_cache(maxsize=8)
+@cached(maxsize=8)
 def _window_block_mask(seq_len: int, window: int, device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 

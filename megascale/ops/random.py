@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale.ops.cached import cached
 from megascale.ops.compiled import compiled_on_cuda
 from megascale.shards import Box
 
@@ -46,7 +47,11 @@ def _shift_right(z: Tensor, num_bits: int) -> Tensor:
 
 def bits(key: int | Tensor, counters: Tensor) -> Tensor:
     """64 random bits (as int64) for each int64 counter; `key` broadcasts."""
-    z = counters * _GOLDEN + key
+    return _mix(counters * _GOLDEN + key)
+
+
+def _mix(z: Tensor) -> Tensor:
+    """SplitMix64's output function: every input bit changes half of the output bits."""
     z = (z ^ _shift_right(z, 30)) * _MULTIPLIER_1
     z = (z ^ _shift_right(z, 27)) * _MULTIPLIER_2
     return z ^ _shift_right(z, 31)
@@ -101,13 +106,26 @@ def keep_mask(row_keys: Tensor, num_cols: int, p: float, col_offset: int = 0) ->
 
     The comparison is of integers, so that every device and layout agrees exactly.
     """
-    cols = torch.arange(col_offset, col_offset + num_cols, device=row_keys.device)
-    return _shift_right(bits(row_keys[..., None], cols), 32) >= round(p * 2**32)
+    return _keep(row_keys, _column_states(num_cols, col_offset, row_keys.device), p)
+
+
+@cached(maxsize=16)
+def _column_states(num_cols: int, col_offset: int, device: torch.device) -> Tensor:
+    """The columns' part of the generator's state.
+
+    An input of the compiled mask, not a part of it: the compiler narrows an index that it can bound
+    to 32 bits, in which the 64-bit product cannot be written.
+    """
+    return torch.arange(col_offset, col_offset + num_cols, device=device) * _GOLDEN
+
+
+def _keep(row_keys: Tensor, column_states: Tensor, p: float) -> Tensor:
+    return _shift_right(_mix(row_keys[..., None] + column_states), 32) >= round(p * 2**32)
 
 
 @compiled_on_cuda
-def _drop(x: Tensor, row_keys: Tensor, p: float, col_offset: int) -> Tensor:
-    keep = keep_mask(row_keys, x.shape[-1], p, col_offset)
+def _drop(x: Tensor, row_keys: Tensor, column_states: Tensor, p: float) -> Tensor:
+    keep = _keep(row_keys, column_states, p)
     return torch.where(keep, x * (1.0 / (1.0 - p)), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
@@ -115,15 +133,15 @@ class _Dropout(torch.autograd.Function):
     """Linear in x and its own adjoint: the backward pass is the forward pass of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, row_keys: Tensor, p: float, col_offset: int) -> Tensor:
-        ctx.save_for_backward(row_keys)
-        ctx.p, ctx.col_offset = p, col_offset
-        return _drop(x, row_keys, p, col_offset)
+    def forward(ctx: Any, x: Tensor, row_keys: Tensor, column_states: Tensor, p: float) -> Tensor:
+        ctx.save_for_backward(row_keys, column_states)
+        ctx.p = p
+        return _drop(x, row_keys, column_states, p)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        (row_keys,) = ctx.saved_tensors
-        return _drop(grad_y, row_keys, ctx.p, ctx.col_offset), None, None, None
+        row_keys, column_states = ctx.saved_tensors
+        return _drop(grad_y, row_keys, column_states, ctx.p), None, None, None
 
 
 def dropout(x: Tensor, p: float, key: int, row_ids: Tensor, col_offset: int = 0) -> Tensor:
@@ -134,4 +152,6 @@ def dropout(x: Tensor, p: float, key: int, row_ids: Tensor, col_offset: int = 0)
     """
     if p == 0.0:
         return x
-    return _Dropout.apply(x, bits(key, row_ids), p, col_offset)
+    column_states = _column_states(x.shape[-1], col_offset, x.device)
+    y: Tensor = _Dropout.apply(x, bits(key, row_ids), column_states, p)
+    return y

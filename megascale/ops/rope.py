@@ -9,12 +9,13 @@ off by whole turns at long positions.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from megascale.ops.cached import cached
 
 if TYPE_CHECKING:
     from megascale.config import RopeScaling
@@ -35,7 +36,7 @@ def inverse_frequencies(
     return frequencies * (kept + (1.0 - kept) / scaling.factor)
 
 
-@functools.lru_cache(maxsize=32)
+@cached(maxsize=32)
 def rope_table(
     seq_len: int,
     head_dim: int,

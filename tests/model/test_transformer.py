@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from fnmatch import fnmatch
 from typing import Any
 
@@ -17,6 +18,7 @@ from megascale.model.initialise import logical_tensors, unsharded_blocks
 from megascale.model.shapes import logical_parameters
 from megascale.model.sharding import sharding_table
 from megascale.model.transformer import TransformerChunk
+from megascale.ops.activation import activation
 from megascale.ops.cross_entropy import cross_entropy
 from megascale.ops.random import stream_key
 from tests.model.builders import build, random_tokens, tiny
@@ -176,21 +178,25 @@ def test_recomputation_changes_nothing(name: str, dropout: float) -> None:
             assert torch.equal(grad, expected)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_selective_recomputation_drops_the_activated_tensor(recompute: str) -> None:
-    cfg = tiny("tiny-gpt", num_layers=1)
+@pytest.mark.parametrize("block", ["serial", "parallel"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_recomputation_frees_the_activated_tensor(
+    recompute: Any, block: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = tiny("tiny-gpt", block=block)
     model = build(cfg)
-    shapes = []
+    made: list[weakref.ref[Tensor]] = []
 
-    def note(saved: Tensor) -> Tensor:
-        shapes.append(tuple(saved.shape))
-        return saved
+    def note(name: str, h_Tf: Tensor) -> Tensor:
+        a_Tf = activation(name, h_Tf)
+        made.append(weakref.ref(a_Tf))
+        return a_Tf
 
-    ctx = make_context(1, 8, recompute=recompute)  # type: ignore[arg-type]
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
-        model(random_tokens(cfg, 1, 8).flatten(), ctx)
-    # the output of fc1, and without recomputation also the activated tensor
-    assert shapes.count((8, cfg.ffn_size)) == {"none": 2, "selective": 1}[recompute]
+    monkeypatch.setattr("megascale.model.block.activation", note)
+    y = model(random_tokens(cfg, 1, 8).flatten(), make_context(1, 8, recompute=recompute))
+    alive = [ref() is not None for ref in made]
+    assert alive == [recompute == "none"] * cfg.num_layers
+    y.sum().backward()
 
 
 def test_dropout_depends_on_sample_numbers_and_seed_alone() -> None:
@@ -211,6 +217,18 @@ def test_dropout_depends_on_sample_numbers_and_seed_alone() -> None:
     torch.testing.assert_close(
         logits([10, 20], [0, 1], None), logits([1, 2], [0, 1], None), rtol=0, atol=0
     )
+
+
+@pytest.mark.parametrize("preset", ["tiny-gpt", "tiny-mistral"])
+def test_training_after_inference_mode_uses_the_same_cached_tensors(preset: str) -> None:
+    cfg = tiny(preset, hidden_dropout=0.1, attention_dropout=0.1)
+    model, tokens = build(cfg), random_tokens(cfg, 1, 9)  # a length that no other test uses
+    ctx = make_context(1, 9, sample_numbers_B=torch.tensor([1]), dropout_seed=1)
+    with torch.inference_mode():
+        evaluated = _loss(model, tokens, ctx)
+    loss = _loss(model, tokens, ctx)
+    loss.backward()
+    assert loss.item() == evaluated.item()
 
 
 def test_dropout_sites_have_their_own_streams() -> None:
