@@ -8,7 +8,7 @@ Invariants:
 * a compute waits for the receive that feeds it and for nothing else (but for coupled transfers,
   whose WAIT actions wait for all that was posted);
 * between a chunk's forward and its backward only the graph and the chunk's input are kept: the
-  output's storage is free once it is sent, because backward starts from the graph's edge;
+  output's storage is free once its send is over, because backward starts from the graph's edge;
 * after a step nothing is left in flight or in store.
 """
 

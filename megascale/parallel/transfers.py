@@ -6,8 +6,8 @@ to each other first would wait for ever. Shapes and dtypes are known, so nothing
 sent.
 
 Who owns what: a receive buffer belongs to `Receive` until its `wait()`, then to the caller. A sent
-tensor is kept alive here until its send has completed; gloo reports completion only to a wait, so
-there it is kept until `finish()`.
+tensor is kept alive here until its send has been waited for: at the latest when SEND_WINDOW more
+are to be sent on the channel, or at `finish()`.
 
 Creation: eager, in one global order, no barrier over all ranks (MegaScale 3.5). Edges that leave
 even stages come first, then odd ones, so that a chain of p stages connects in two or three rounds
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from megascale.errors import LaunchError
 from megascale.plan.actions import Channel, Payload
+from megascale.plan.schedules.transfers import SEND_WINDOW
 from megascale.topology import Mesh
 
 
@@ -139,7 +140,9 @@ class Transfers:
     ) -> None:
         self._links = links
         self._shape, self._dtype, self._device = shape, dtype, device
-        self._sent: deque[tuple[dist.Work, Tensor, str]] = deque()
+        self._sent: dict[Channel, deque[tuple[dist.Work, Tensor]]] = {
+            channel: deque() for channel in links
+        }
 
     def receive(self, channel: Channel) -> Receive:
         link = self._links[channel]
@@ -154,19 +157,23 @@ class Transfers:
             f"{channel}: got {tuple(value.shape)} {value.dtype}, the other end expects "
             f"{self._shape} {self._dtype}"
         )
+        while len(self._sent[channel]) >= SEND_WINDOW:
+            self._complete_oldest(channel)
         link = self._links[channel]
         value = value.contiguous()
         work = dist.isend(value, link.peer_rank, group=link.group)
         assert work is not None
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
-        self._sent.append((work, value, f"{channel.payload} to rank {link.peer_rank}"))
+        self._sent[channel].append((work, value))
 
     def finish(self) -> None:
         """Wait for all sends posted so far and let go of their tensors."""
-        while self._sent:
-            work, _, what = self._sent.popleft()
-            _wait(work, f"sending {what}")
+        for channel, sent in self._sent.items():
+            while sent:
+                self._complete_oldest(channel)
+
+    def _complete_oldest(self, channel: Channel) -> None:
+        work, _ = self._sent[channel].popleft()
+        _wait(work, f"sending {channel.payload} to rank {self._links[channel].peer_rank}")
 
 
 def _wait(work: dist.Work, what: str) -> None:

@@ -3,9 +3,9 @@
 1. Each (chunk, micro-batch) is forwarded and backwarded exactly once, after what it needs.
 2. On each channel the k-th receive is for the value of the k-th send: NCCL and gloo match transfers
    of a communicator by order alone, so a swap would hand over the wrong tensor in silence.
-3. No deadlock. Posting a transfer never blocks; a compute blocks until its receive has arrived;
-   WAIT blocks until every transfer that its stage posted has met its other end (rendezvous: no
-   buffering is assumed).
+3. No deadlock, where a send meets its receive and nothing is buffered: a compute blocks until its
+   receive has arrived; a send blocks while SEND_WINDOW sends before it on the channel are unmet;
+   WAIT blocks until every transfer that its stage posted is met.
 4. Bounds: activations in flight, receive buffers and communicators of each stage.
 """
 
@@ -24,7 +24,7 @@ from megascale.plan.actions import (
     PipelineShape,
     Schedule,
 )
-from megascale.plan.schedules.transfers import receives_for, sends_of
+from megascale.plan.schedules.transfers import SEND_WINDOW, receives_for, sends_of
 
 MAX_COMMUNICATORS = 4  # activations in and out, gradients in and out: a ring has two neighbours
 
@@ -183,6 +183,9 @@ class _Simulation:
         if action.kind is ActionKind.WAIT:
             # only this stage posts its own end, so both counts equal means that all have met
             return all(self._met(stage, channel) for channel in self.channels[stage])
+        if action.kind in SENDS:
+            channel = action.channel(stage)
+            return self.sent[channel] - self.received[channel] < SEND_WINDOW
         return True
 
     def _met(self, stage: int, channel: Channel) -> bool:

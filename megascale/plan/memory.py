@@ -17,7 +17,7 @@ from megascale.config import ModelConfig, RunConfig
 from megascale.plan.actions import ActionKind, PipelineShape
 from megascale.plan.parameters import LogicalParameter, chunk_parameters
 from megascale.plan.schedules import build_stage
-from megascale.plan.schedules.transfers import PREFETCH_COMPUTES
+from megascale.plan.schedules.transfers import PREFETCH_COMPUTES, SEND_WINDOW
 from megascale.plan.stages import split_layers
 from megascale.topology import Mesh
 
@@ -67,13 +67,14 @@ def predict_memory(config: RunConfig, mesh: Mesh, stage: int) -> RankMemory:
     logits = 0
     if stage == mesh.pipeline - 1:
         logits = dtype_bytes * tokens * -(-model.vocab // mesh.tensor)
+    transfer_buffers = 1 + PREFETCH_COMPUTES + 2 * SEND_WINDOW  # activations and gradients out
     return RankMemory(
         parameter_bytes=dtype_bytes * local,
         main_gradient_bytes=_main_gradient_bytes(config, mesh, local),
         optimizer_bytes=_optimizer_bytes(training.dtype, local, mesh.data),
         activation_bytes=_activation_bytes(config, mesh, stage),
         logits_bytes=logits,
-        transfer_bytes=(1 + PREFETCH_COMPUTES) * hidden_bytes if mesh.pipeline > 1 else 0,
+        transfer_bytes=transfer_buffers * hidden_bytes if mesh.pipeline > 1 else 0,
     )
 
 
@@ -104,8 +105,9 @@ def _activation_bytes(config: RunConfig, mesh: Mesh, stage: int) -> int:
     """The most that is alive at once while the actions of `stage` run in order."""
     par, model, mode = config.parallelism, config.model, config.activation_checkpoint.mode
     dtype_bytes = _DTYPE_BYTES[config.training.dtype]
-    tokens = config.training.micro_batch_size * config.training.seq_len
-    per_layer = layer_bytes_per_token(model, mode, dtype_bytes)
+    seq_len = config.training.seq_len
+    tokens = config.training.micro_batch_size * seq_len
+    per_layer = layer_bytes_per_token(model, mode, dtype_bytes, seq_len)
     layers = split_layers(model.num_layers, par.num_chunks)
     bytes_of = {
         chunk: len(layers[chunk]) * per_layer
@@ -122,12 +124,18 @@ def _activation_bytes(config: RunConfig, mesh: Mesh, stage: int) -> int:
             alive -= bytes_of[action.chunk]
         most = max(most, alive)
     if mode == "full":  # the layer that is being recomputed
-        most += layer_bytes_per_token(model, "none", dtype_bytes)
+        most += layer_bytes_per_token(model, "none", dtype_bytes, seq_len)
     return most * tokens // mesh.tensor
 
 
-def layer_bytes_per_token(model: ModelConfig, recompute: str, dtype_bytes: int) -> int:
-    """Bytes that one layer keeps for the backward pass of one token, before division by TP."""
+def layer_bytes_per_token(
+    model: ModelConfig, recompute: str, dtype_bytes: int, seq_len: int
+) -> int:
+    """Bytes that one layer keeps for the backward pass of one token, before division by TP.
+
+    Selective recomputation makes the activation's output again, and the attention probabilities
+    where they exist: with attention dropout, which flash kernels cannot do in every layout alike.
+    """
     hidden, ffn = model.hidden_size, model.ffn_size
     if recompute == "full":
         return dtype_bytes * hidden
@@ -139,6 +147,9 @@ def layer_bytes_per_token(model: ModelConfig, recompute: str, dtype_bytes: int) 
     elements += query + key if model.qk_norm else 0  # q and k before their norms
     elements += query  # attention's output, the input of o
     elements += 2 * ffn if model.gated else ffn  # the activation's input
-    elements += ffn if recompute == "none" else 0  # its output, the input of fc2
-    log_sum_exp = 4 * model.num_heads if recompute == "none" else 0
-    return dtype_bytes * elements + num_norms * statistics + log_sum_exp
+    scores = 4 * model.num_heads  # flash attention's log-sum-exp
+    if recompute == "none":
+        elements += ffn  # the activation's output, the input of fc2
+        if model.attention_dropout > 0:  # fp32 probabilities, and dropped ones
+            scores = (4 + dtype_bytes) * model.num_heads * seq_len
+    return dtype_bytes * elements + num_norms * statistics + scores

@@ -19,7 +19,7 @@ def test_a_gpt_layer_keeps_korthikanti_s_34_sbh_less_the_dropout_masks() -> None
     """34 s b h with flash attention (2205.05198); two one-byte masks are pure functions here."""
     model = ModelConfig(preset="gpt3-13b")
     statistics = 2 * 8 + 4 * model.num_heads
-    assert layer_bytes_per_token(model, "none", 2) == 32 * model.hidden_size + statistics
+    assert layer_bytes_per_token(model, "none", 2, 64) == 32 * model.hidden_size + statistics
 
 
 def test_a_layer_by_hand() -> None:
@@ -32,11 +32,13 @@ def test_a_layer_by_hand() -> None:
     }
     elements = 32 + 8 + 8 + 8 + 24 + 12
     llama = ModelConfig(**shape)
-    assert layer_bytes_per_token(llama, "none", 2) == 2 * elements + 2 * 4 + 4 * 4
-    assert layer_bytes_per_token(llama, "selective", 2) == 2 * (elements - 12) + 2 * 4
-    assert layer_bytes_per_token(llama, "full", 2) == 2 * 8
+    assert layer_bytes_per_token(llama, "none", 2, 64) == 2 * elements + 2 * 4 + 4 * 4
+    assert layer_bytes_per_token(llama, "selective", 2, 64) == 2 * (elements - 12) + 2 * 4 + 4 * 4
+    assert layer_bytes_per_token(llama, "full", 2, 64) == 2 * 8
+    dropped = ModelConfig(**shape, attention_dropout=0.1)
+    assert layer_bytes_per_token(dropped, "none", 2, 64) == 2 * elements + 2 * 4 + 6 * 4 * 64
     parallel = ModelConfig(**shape, block="parallel")
-    assert layer_bytes_per_token(parallel, "none", 2) == 2 * (elements - 16) + 4 + 4 * 4
+    assert layer_bytes_per_token(parallel, "none", 2, 64) == 2 * (elements - 16) + 4 + 4 * 4
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ def test_counts_of_published_models(preset: str, count: int) -> None:
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 @pytest.mark.parametrize("block", ["serial", "parallel"])
 def test_chunks_hold_every_parameter_once_and_the_tied_head_twice(preset: str, block: str) -> None:
+    if block == "parallel" and PRESETS[preset]["bias"] == "qkv":
+        pytest.skip("q, k, v and fc1 are one matrix there: the configuration refuses it")
     model = ModelConfig.model_validate({"preset": preset, "block": block})
     whole = model_parameters(model, 64)
     assert len({p.name for p in whole}) == len(whole)

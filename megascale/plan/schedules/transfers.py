@@ -22,6 +22,15 @@ from megascale.plan.schedules.rounds import Round
 
 PREFETCH_COMPUTES = 1
 
+SEND_WINDOW = 2
+"""Most sends of a channel in flight: before another, the stage waits for the oldest.
+
+The bound is on memory: on a GPU the host runs a whole step ahead of the device, so "free what has
+been sent" would free nothing until the step's end. It costs no time: a stage that is two sends
+ahead of its neighbour waits for it soon anyway (an event simulation of the schedules here, 3 to 8
+stages, jitter of 30 %, gives the same step time for a window of 1 as for an unlimited one).
+"""
+
 
 def decoupled(shape: PipelineShape, rounds: Sequence[Round]) -> list[Action]:
     computes = [compute for round_ in rounds for compute in round_]
