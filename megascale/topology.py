@@ -49,7 +49,7 @@ class Mesh:
         return [[first + i * stride for i in range(degree)] for first in firsts]
 
     def embedding_groups(self) -> list[list[int]]:
-        """(first stage, last stage) pairs that keep tied embeddings equal; empty without pipeline."""
+        """(first, last stage) pairs that keep tied embeddings equal; empty without pipeline."""
         if self.pipeline == 1:
             return []
         return [[ranks[0], ranks[-1]] for ranks in self.groups("pipeline")]

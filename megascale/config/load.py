@@ -1,4 +1,4 @@
-"""Read a TOML recipe, apply `--set section.key=value`, and turn failures into one readable error."""
+"""Read a TOML recipe, apply `--set section.key=value`, turn failures into one readable error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`[parallelism]` and `[activation_checkpoint]`: how the model is spread, and what is recomputed."""
+"""`[parallelism]` and `[activation_checkpoint]`: how the model is spread, what is recomputed."""
 
 from __future__ import annotations
 

@@ -89,9 +89,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama3.1-405b": _llama(126, 16384, 128, 8, 53248, 128256, **_LLAMA31_ROPE),
     # Mistral, Qwen
     "mistral-7b": _llama(32, 4096, 32, 8, 14336, 32000, attention_window=4096),
-    "qwen2.5-7b": _llama(
-        28, 3584, 28, 4, 18944, 152064, bias="qkv", rope_theta=1e6, norm_eps=1e-6
-    ),
+    "qwen2.5-7b": _llama(28, 3584, 28, 4, 18944, 152064, bias="qkv", rope_theta=1e6, norm_eps=1e-6),
     "qwen3-8b": _llama(
         36, 4096, 32, 8, 12288, 151936, qk_norm=True, head_dim=128, rope_theta=1e6, norm_eps=1e-6
     ),

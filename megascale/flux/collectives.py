@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
 # torch 2.13 renames both and warns about the old names; 2.11 has only those.
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -40,9 +40,12 @@ def resolve_vocabulary(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": sized})
 
 
-def tokenizer_file(config: RunConfig) -> Path | None:
-    """The tokenizer to keep with the run."""
-    return None if config.data.synthetic else Path(config.data.path) / "tokenizer.json"
+def tokenizer_files(config: RunConfig) -> list[Path]:
+    """The tokenizer's files, to keep with the run."""
+    if config.data.synthetic:
+        return []
+    folder = Path(config.data.path)
+    return [folder / "tokenizer.json", folder / "tokenizer_config.json"]
 
 
 def make_dataset(config: RunConfig, split: str) -> Dataset:

@@ -25,7 +25,7 @@ from megascale.optim import learning_rate
 from megascale.telemetry.recorder import Recorder
 from megascale.topology import Coordinates
 from megascale.train.assemble import Assembly
-from megascale.train.corpus import make_loader, tokenizer_file, validation_batches
+from megascale.train.corpus import make_loader, tokenizer_files, validation_batches
 from megascale.train.persistence import Persistence
 from megascale.train.replicas import check_replicas
 from megascale.train.report import Reporter, StepValues
@@ -68,7 +68,7 @@ class Loop:
         """Train from the start, from a checkpoint (`resume`), or from given weights."""
         self.progress = self.persistence.restore(resume=resume)
         if self.assembly.is_writer:
-            self.folder.open(self.config, tokenizer_file(self.config))
+            self.folder.open(self.config, tokenizer_files(self.config))
         self._open_loader()
         try:
             with self._signals(), _manual_gc():
@@ -199,9 +199,9 @@ class Loop:
         every = config.debug.check_replicas_interval
         if every and step % every == 0:
             check_replicas(self.assembly, f"step {step}")
-        if config.validation.interval and step % config.validation.interval == 0:
-            if step < config.training.steps:  # the last one follows in `_finish`
-                self._validate()
+        every = config.validation.interval
+        if every and step % every == 0 and step < config.training.steps:  # else in `_finish`
+            self._validate()
         interval = config.checkpoint.interval
         if config.checkpoint.enable and interval and step % interval == 0:
             self.persistence.save(self.progress, required=False)
@@ -256,15 +256,15 @@ def _manual_gc() -> Iterator[None]:
 
 
 def _read(pending: _Pending) -> StepValues:
-    """Device to host; waits until the step has run."""
-    outcome = pending.outcome
+    """Device to host; waits until the step has run, and for nothing launched after it."""
+    loss, grad_norm, masked, stop_votes = pending.outcome.summary.read()
     return StepValues(
         step=pending.step,
-        loss=outcome.loss.item(),
-        grad_norm=outcome.update.norm.item(),
+        loss=loss,
+        grad_norm=grad_norm,
         lr=pending.lr,
         num_samples=pending.num_samples,
         consumed_samples=pending.consumed_samples,
-        masked=bool(outcome.update.found_inf.item()),
-        stop_votes=int(outcome.stop_votes.item()),
+        masked=bool(masked),
+        stop_votes=int(stop_votes),
     )

@@ -15,6 +15,7 @@ from megascale.checkpoint import (
     read_meta,
     save_checkpoint,
 )
+from megascale.checkpoint.saved_model import find_checkpoint
 from megascale.errors import CheckpointError
 from megascale.telemetry.recorder import Recorder
 from megascale.train.assemble import Assembly
@@ -115,18 +116,11 @@ class Persistence:
         """Masters alone, from a Hugging Face folder or a checkpoint of ours; fresh optimizer."""
         pieces = master_pieces(self.assembly.zero)
         if self.config.checkpoint.initial_load_in_hf:
-            hf_master_pieces_loader(source, pieces, self.config.model)
+            hf_master_pieces_loader(source, pieces, self.config.model, group=self._group)
         else:
-            inner = RunFolder(source).checkpoints
-            root = inner if inner.is_dir() else source.parent
-            path = find_latest(inner, group=self._group) if inner.is_dir() else source
-            if path is None or not path.is_dir():
-                raise CheckpointError(
-                    f"checkpoint.initial_load_path {source}: no committed checkpoint in {root}; "
-                    "give a run folder or a step-N folder, or set checkpoint.initial_load_in_hf"
-                )
+            path = find_checkpoint(source, group=self._group)
             check_same_model(read_meta(path)["model"], self.config.model, str(path))
-            load_checkpoint(path, pieces, group=self._group)
+            load_checkpoint(path, pieces, group=self._group, verified=True)
         self._after_load(str(source))
         logger.info("weights from %s, fresh optimizer", source)
 

@@ -4,7 +4,8 @@
     metrics.jsonl      one line a logged step        tb/          TensorBoard
     telemetry/         recorded events, one file of lines a rank
     checkpoints/       step-N folders                logs/        output of local ranks
-    tokenizer.json     copied from the data, so that the folder alone can generate and export
+    tokenizer.json     (and tokenizer_config.json) copied from the data, so that the folder alone
+                       can generate and export
 
 A folder holds one run. Starting in a folder that holds one is refused unless resume is asked for.
 """
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from megascale import __version__
@@ -31,7 +33,6 @@ class RunFolder:
         self.path = Path(path)
         self.config_file = self.path / "config.json"
         self.run_file = self.path / "run.json"
-        self.tokenizer_file = self.path / "tokenizer.json"
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
 
@@ -52,7 +53,7 @@ class RunFolder:
                 "set job.run_dir to the folder of the run"
             )
 
-    def open(self, config: RunConfig, tokenizer: Path | None) -> None:
+    def open(self, config: RunConfig, tokenizer_files: Sequence[Path]) -> None:
         """Write the records of this start. Called by one rank."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.config_file.write_text(config.model_dump_json(indent=2) + "\n")
@@ -70,8 +71,9 @@ class RunFolder:
             }
         )
         self.run_file.write_text(json.dumps({"starts": starts}, indent=2) + "\n")
-        if tokenizer is not None and not self.tokenizer_file.exists():
-            shutil.copyfile(tokenizer, self.tokenizer_file)
+        for file in tokenizer_files:
+            if file.exists() and not (self.path / file.name).exists():
+                shutil.copyfile(file, self.path / file.name)
 
     def load_config(self) -> RunConfig:
         """The configuration that this run was started with last."""

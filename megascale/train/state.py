@@ -1,8 +1,8 @@
 """What a run saves and restores: masters, optimizer moments, and a few numbers.
 
 Keys are `master/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with logical names and global boxes, so
-any layout loads into any other. The data position is one number (consumed samples). There is no random
-state: initialisation and dropout are pure functions of the seed and of global positions.
+any layout loads into any other. The data position is one number (consumed samples). There is no
+random state: initialisation and dropout are pure functions of the seed and of global positions.
 """
 
 from __future__ import annotations

@@ -20,18 +20,41 @@ from megascale.optim import StepResult
 from megascale.train.assemble import Assembly
 
 
-@dataclass(frozen=True)
-class StepOutcome:
-    """Device values of a step; reading one waits for the step.
+class HostCopy:
+    """Small device values on their way to the host.
 
-    loss        mean loss over the unmasked tokens of the global batch, equal on all ranks
-    num_valid   how many those were
-    stop_votes  ranks that asked to stop before this step
+    The copy is queued right behind what computes the values, and reading waits for it alone.
+    `item()` would queue a copy behind everything launched since, the next step included.
     """
 
-    loss: Tensor
-    num_valid: Tensor
-    stop_votes: Tensor
+    def __init__(self, values: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._values = values.clone()
+
+    def read(self) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[float] = self._values.tolist()
+        return values
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step leaves behind.
+
+    summary  on its way to the host: mean loss over the unmasked tokens of the global batch, global
+             gradient norm, 1 where the update was masked, ranks that asked to stop before the
+             step; equal on all ranks
+    update   device values, for naming a parameter whose gradient is not finite
+    """
+
+    summary: HostCopy
     update: StepResult
 
 
@@ -54,7 +77,8 @@ def train_step(
     with assembly.span("optimizer"):
         update = assembly.optimizer.step(lr, grad_scale=nominal / num_valid.clamp(min=1.0))
     zero.gather_parameters()
-    return StepOutcome(loss_sum / num_valid, num_valid, votes, update)
+    summary = torch.stack([loss_sum / num_valid, update.norm, update.found_inf.double(), votes])
+    return StepOutcome(HostCopy(summary), update)
 
 
 @torch.no_grad()

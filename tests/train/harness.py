@@ -107,8 +107,9 @@ def train_tiny(
             global_batch=batch.num_samples,
             lr=config.optimizer.lr,
         )
-        losses.append(outcome.loss.item())
-        norms.append(outcome.update.norm.item())
+        loss, norm, _, _ = outcome.summary.read()
+        losses.append(loss)
+        norms.append(norm)
         assembly.zero.wait_for_parameters()
         hashes.append([_digest(bucket.parameters) for bucket in assembly.zero.buckets])
     coordinates = (place.tp_rank, place.dp_rank, place.pp_rank)
