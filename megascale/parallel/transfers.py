@@ -12,10 +12,11 @@ are to be sent on the channel, or at `finish()`.
 Creation: eager, in one global order, no barrier over all ranks (MegaScale 3.5). Edges that leave
 even stages come first, then odd ones, so that a chain of p stages connects in two or three rounds
 instead of p. A handshake on each channel makes NCCL build its communicator there and then: built
-lazily, inside a step, two ranks would meet in different orders. Every rank passes over the channels
-of others, which costs 7 us each and no traffic (0.3 s at 12,288 ranks). torch's
-`use_local_synchronization` would save that, but derives a group's name from how many groups the
-rank has made before, and here that differs between the two ends.
+lazily, inside a step, two ranks whose first act is to send to each other wait for ever (tried with
+torch 2.11 on two H200s). Four channels with their handshakes take 1.0 s there.
+Every rank passes over the channels of others, which costs 7 us each and no traffic (0.3 s at 12,288
+ranks). torch's `use_local_synchronization` would save that, but derives a group's name from how
+many groups the rank has made before, and here that differs between the two ends.
 
 CUDA: a transfer runs on its communicator's stream, behind what the compute stream held when it was
 posted; `wait()` orders streams and does not block the host. CUDA_DEVICE_MAX_CONNECTIONS=1 would put
