@@ -70,8 +70,8 @@ docs: $(DEV) ## write the generated pages and tables anew
 	$(BIN)/python -m tools.config_reference
 	$(BIN)/python -m tools.tables
 
-bench: $(DEV) ## the benchmarks that run on this machine; rows go to benchmarks/results/
-	@echo "benchmarks/README.md lists the benchmarks and the machine that each needs"
+bench: ## measure the rows of benchmarks/results/ that this machine's GPUs allow
+	PYTHON=$(PYTHON) bash tools/bench.sh
 
 wheels: ## fetch the wheels that an offline GPU machine (Python 3.12) lacks into wheels/
 	PYTHON=$(PYTHON) bash tools/wheels.sh

@@ -3,8 +3,9 @@
 A row is one case measured once (`benchmarks/README.md` has the form). Of a case, the newest row
 measured on a clean tree counts; rows of a dirty tree stay in the file and never reach a table.
 
-A page asks for a table by `<!-- table: BENCH key=value ... -->`: the rows of that bench whose case
-has these values.
+A page asks for a table by `<!-- table: BENCH key=value ... show=NAME,NAME -->`: the rows of that
+bench whose case has these values, with other numbers of the rows beside the metric. What all rows
+have in common stands in a sentence above the table and not in a column.
 
 Invariant: the tables are a pure function of the rows. `--check` fails where a page is behind them,
 so a number in a table was measured, and nobody typed it.
@@ -59,38 +60,49 @@ def newest_clean(rows: list[Row]) -> list[Row]:
 
 
 def render(spec: str, folder: Path = RESULTS) -> str:
-    """The Markdown table of `BENCH key=value ...`, or a line that says there are no rows."""
-    bench, *filters = spec.split()
-    wanted = dict(item.split("=", 1) for item in filters)
+    """The Markdown of `BENCH key=value ... show=NAME,NAME`; a line says where there are no rows."""
+    bench, *options = spec.split()
+    wanted = dict(item.split("=", 1) for item in options)
+    shown = [name for name in wanted.pop("show", "").split(",") if name]
     rows = [
         row
         for row in newest_clean(read_rows(bench, folder))
         if all(str(row["case"].get(key)) == value for key, value in wanted.items())
     ]
-    return _table(rows, list(wanted)) if rows else "\nNo row has been measured yet.\n\n"
+    if not rows:
+        return "\nNo row has been measured yet.\n\n"
+    common, columns = _columns(rows, shown)
+    lines = [list(columns), ["---"] * len(columns), *map(list, zip(*columns.values(), strict=True))]
+    table = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    return f"\n{common}\n\n{table}\n" if common else f"\n{table}\n"
 
 
-def _table(rows: list[Row], fixed: list[str]) -> str:
-    keys = [key for key in rows[0]["case"] if key not in fixed]
-    baselines = list(dict.fromkeys(name for row in rows for name in row.get("baselines") or {}))
-    header = [*keys, "metric", "value", *baselines, "target", "met", "device", "commit"]
-    lines = [header, ["---"] * len(header)]
-    for row in rows:
-        target = row.get("target")
-        device = f"{row.get('num_devices', 1)}x {row['device']}"
-        lines.append(
-            [
-                *(str(row["case"].get(key, "")) for key in keys),
-                row["metric"],
-                f"**{_number(row['value'])}**",
-                *(_number((row.get("baselines") or {}).get(name)) for name in baselines),
-                f"{target['op']} {_number(target['value'])}" if target else "",
-                {None: "", True: "yes", False: "no"}[row.get("met")],
-                device,
-                row["commit"][:9],
-            ]
-        )
-    return "\n" + "".join(f"| {' | '.join(cells)} |\n" for cells in lines) + "\n"
+def _columns(rows: list[Row], shown: list[str]) -> tuple[str, dict[str, list[str]]]:
+    """The sentence of what is the same in all rows, and the columns of the rest, by name."""
+    described = {
+        **{key: [str(row["case"].get(key, "")) for row in rows] for key in rows[0]["case"]},
+        "metric": [row["metric"] for row in rows],
+        "device": [f"{row.get('num_devices', 1)}x {row['device']}" for row in rows],
+        "commit": [row["commit"][:9] for row in rows],
+    }
+    same = {key for key, cells in described.items() if len(rows) > 1 and len(set(cells)) == 1}
+    common = ", ".join(f"{key} {described[key][0]}" for key in described if key in same)
+    varying = {key: cells for key, cells in described.items() if key not in same}
+    origin = {key: varying.pop(key) for key in ("device", "commit") if key in varying}
+    baselines = dict.fromkeys(name for row in rows for name in row.get("baselines") or {})
+    measured = {
+        "value": [f"**{_number(row['value'])}**" for row in rows],
+        **{name: [_number(row.get(name)) for row in rows] for name in shown},
+        **{n: [_number((row.get("baselines") or {}).get(n)) for row in rows] for n in baselines},
+        "target": [_target(row) for row in rows],
+        "met": [{None: "", True: "yes", False: "no"}[row.get("met")] for row in rows],
+    }
+    return f"All rows: {common}." if common else "", {**varying, **measured, **origin}
+
+
+def _target(row: Row) -> str:
+    target = row.get("target")
+    return f"{target['op']} {_number(target['value'])}" if target else ""
 
 
 def _number(value: float | None) -> str:

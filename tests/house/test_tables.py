@@ -48,18 +48,27 @@ def test_two_metrics_of_one_case_are_two_lines() -> None:
     assert [row["metric"] for row in tables.newest_clean(rows)] == ["mfu", "step_s"]
 
 
-def test_a_table_shows_case_value_baseline_target_and_origin(tmp_path: Path) -> None:
-    rows = [_row(), _row(case={"model": "175b", "tp": 2}, baselines=None, target=None, met=None)]
+def test_a_table_shows_what_differs_and_says_what_does_not(tmp_path: Path) -> None:
+    other = _row(case={"model": "7b", "tp": 2}, baselines=None, target=None, met=None, value=0.45)
+    rows = [_row(step_s=2.6451), other]
     (tmp_path / "step.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert tables.render("step show=step_s", tmp_path) == (
+        "\nAll rows: model 7b, metric mfu, device 2x NVIDIA H200, commit 012345678.\n\n"
+        "| tp | value | step_s | megatron_core | target | met |\n"
+        "| --- | --- | --- | --- | --- | --- |\n"
+        "| 1 | **0.5** | 2.645 | 0.544 | >= 0.49 | yes |\n"
+        "| 2 | **0.45** |  |  |  |  |\n\n"
+    )
+
+
+def test_a_table_of_one_row_has_every_column(tmp_path: Path) -> None:
+    (tmp_path / "step.jsonl").write_text(json.dumps(_row()) + "\n")
     assert tables.render("step tp=1", tmp_path) == (
-        "\n| model | metric | value | megatron_core | target | met | device | commit |\n"
-        "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
-        "| 7b | mfu | **0.5** | 0.544 | >= 0.49 | yes | 2x NVIDIA H200 | 012345678 |\n\n"
+        "\n| model | tp | metric | value | megatron_core | target | met | device | commit |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
+        "| 7b | 1 | mfu | **0.5** | 0.544 | >= 0.49 | yes | 2x NVIDIA H200 | 012345678 |\n\n"
     )
-    assert "| 175b | 2 | mfu | **0.5** |  |  |  | 2x NVIDIA H200 |" in tables.render(
-        "step", tmp_path
-    )
-    assert "No row has been measured" in tables.render("step tp=8", tmp_path)
+    assert tables.render("step tp=8", tmp_path) == "\nNo row has been measured yet.\n\n"
 
 
 @pytest.mark.parametrize(
