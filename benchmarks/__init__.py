@@ -1,0 +1,1 @@
+"""Programs that measure; each appends rows to `results/`."""

@@ -4,10 +4,10 @@
         [--target 0.49] [--baseline megatron_core=0.544]
 
 The step time is the median of the steps after the third (compilation, warm-up, clocks) but the
-last, as rank 0 sees it; a step ends with a collective over all ranks, so that is the slowest rank's. The value check
-before a row is written: every loss is finite, and the first is within 0.5 % of what random tokens
-must cost at initialisation, ln(V) + h std^2 / 2: the logits of a normalised hidden state are normal
-with variance h std^2.
+last, as rank 0 sees it; a step ends with a collective over all ranks, so it is the slowest one's.
+The value check before a row is written: every loss is finite, and the first is within 0.5 % of what
+random tokens must cost at initialisation, ln(V) + h std^2 / 2: the logits of a normalised hidden
+state are normal with variance h std^2.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def make_row(
         "dirty": False if arguments.commit else _dirty(),
         "versions": installed_versions(("torch", "triton")),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": shlex.join(["python", "-m", "benchmarks.step", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "benchmarks.step", *_reproducible(sys.argv[1:])]),
         "stats": {
             "rounds": len(timed),
             "min": min(step["step_s"] for step in timed),
@@ -123,6 +123,12 @@ def make_row(
     else:
         row["met"] = None
     return row
+
+
+def _reproducible(arguments: list[str]) -> list[str]:
+    """The arguments that say what was measured; not where the row went, nor the commit again."""
+    kept = iter(arguments)
+    return [a for a in kept if a not in ("--output", "--commit") or not next(kept)]
 
 
 def machine() -> dict[str, Any]:

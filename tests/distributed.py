@@ -47,7 +47,7 @@ def _entry(
         result = fn(rank, world_size, *args)
         dist.barrier()
         pipe.send(("ok", result))
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the edge of the process: whatever it was is reported
         pipe.send(("error", traceback.format_exc()))
     finally:
         pipe.close()

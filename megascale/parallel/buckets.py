@@ -130,7 +130,8 @@ class Bucket:
         for stored, offset in zip(self.stored, self.offsets, strict=True):
             parameter = stored.parameter
             size = parameter.numel()
-            parameter.main_grad = buffer[offset : offset + size].view(parameter.shape)
+            main_grad = buffer[offset : offset + size].view(parameter.shape)
+            parameter.main_grad = main_grad  # type: ignore[attr-defined]
 
     def owned(self) -> list[OwnedBlock]:
         """What this rank's range covers, in order; the pieces tile the range exactly."""

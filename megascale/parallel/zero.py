@@ -39,12 +39,12 @@ class _Boundary(torch.autograd.Function):
     """Identity; its backward tells the engine that a unit's backward has ended."""
 
     @staticmethod
-    def forward(ctx, x, engine, chunk, unit):  # type: ignore[no-untyped-def,override]
+    def forward(ctx, x, engine, chunk, unit):  # type: ignore[no-untyped-def]
         ctx.place = engine, chunk, unit
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def,override]
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
         engine, chunk, unit = ctx.place
         engine.unit_backward_ended(chunk, unit)
         return grad, None, None, None

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megascale.config import RunConfig
 from megascale.flux import choose_mode
+from megascale.model.attention import Attention
 from megascale.model.initialise import init_rules
 from megascale.model.sharding import sharding_table
 from megascale.model.transformer import TransformerChunk
@@ -153,7 +155,7 @@ def _chunk(
         tied_copy=last,
     )
     for module in chunk.modules():
-        if hasattr(module, "head_offset"):
+        if isinstance(module, Attention):
             module.head_offset = tp.rank * (model.num_heads // tp.size)
     return chunk, stored
 
@@ -162,9 +164,13 @@ def _watch_units(chunks: dict[int, TransformerChunk], zero: ShardedDataParallel)
     """Let the data parallel see each unit begin in forward and end in backward."""
     for index, chunk in enumerate(chunks.values()):
         numbers = {name: number for number, (name, _) in enumerate(chunk.units())}
-        chunk.before_unit = lambda name, x, index=index, numbers=numbers: zero.boundary(
-            index, numbers[name], x
-        )
+
+        def before_unit(
+            name: str, x: Tensor, index: int = index, numbers: dict[str, int] = numbers
+        ) -> Tensor:
+            return zero.boundary(index, numbers[name], x)
+
+        chunk.before_unit = before_unit
 
 
 @torch.no_grad()

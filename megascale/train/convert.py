@@ -108,10 +108,7 @@ def import_from_hf(source: Path, output: Path) -> str:
         undo.callback(shutil.rmtree, output, ignore_errors=True)
         run = RunFolder(output)
         save_checkpoint(run.checkpoints, 0, pieces, checkpoint_meta(config, Progress(), 0))
-        tokenizer = source / TOKENIZER
-        run.open(config, tokenizer if tokenizer.is_file() else None)
-        if (source / TOKENIZER_CONFIG).is_file():  # names the end of document
-            shutil.copyfile(source / TOKENIZER_CONFIG, output / TOKENIZER_CONFIG)
+        run.open(config, [source / TOKENIZER, source / TOKENIZER_CONFIG])
         undo.pop_all()
     num_parameters = sum(piece.tensor.numel() for piece in pieces)
     return (

@@ -13,6 +13,7 @@ from megascale.data import (
     SyntheticDataset,
     open_prepared,
 )
+from megascale.data.prepared import Split
 from megascale.errors import ConfigError
 from megascale.topology import Coordinates, Mesh
 
@@ -48,13 +49,12 @@ def tokenizer_files(config: RunConfig) -> list[Path]:
     return [folder / "tokenizer.json", folder / "tokenizer_config.json"]
 
 
-def make_dataset(config: RunConfig, split: str) -> Dataset:
-    """The samples of "train" or "valid"."""
+def make_dataset(config: RunConfig, split: Split) -> Dataset:
+    """The samples of one split."""
     training, data = config.training, config.data
     if data.synthetic:
         seed = training.seed + (split == "valid")
         return SyntheticDataset(config.model.vocab, training.seq_len, seed)
-    assert split in ("train", "valid"), split
     return PackedDataset(
         data.path, split, training.seq_len, data.packing, data.mask_end_of_document
     )

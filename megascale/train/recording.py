@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -57,7 +58,7 @@ def open_recorder(
             span_interval=telemetry.span_interval,
             buffer_events=telemetry.buffer_events,
             hooks=hooks,
-            progress=ProgressWriter(agent.progress_page) if agent.progress_page else None,
+            progress=ProgressWriter(Path(agent.progress_page)) if agent.progress_page else None,
             epoch=agent.epoch,
         )
         try:

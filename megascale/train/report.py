@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
@@ -90,8 +91,8 @@ class Reporter:
                     global_batch_size=values.num_samples,
                     consumed_tokens=values.consumed_samples * seq_len,
                     skipped_steps=self.num_skipped,
-                    **self._throughput.rates(self._samples * seq_len, seconds),
-                    **_memory(self.device),
+                    **cast(Any, self._throughput.rates(self._samples * seq_len, seconds)),
+                    **cast(Any, _memory(self.device)),
                 )
             )
         self.restart_clock()

@@ -33,6 +33,7 @@ class RunFolder:
         self.path = Path(path)
         self.config_file = self.path / "config.json"
         self.run_file = self.path / "run.json"
+        self.tokenizer_file = self.path / "tokenizer.json"
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
 

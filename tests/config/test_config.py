@@ -68,7 +68,8 @@ def test_overrides_win_and_round_trip(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_load(preset: str) -> None:
-    assert load_config(None, [f"model.preset={preset}", "training.seq_len=64"])
+    config = load_config(None, [f"model.preset={preset}", "training.seq_len=64"])
+    assert config.model.preset == preset
 
 
 def test_mesh_from_world_size() -> None:

@@ -33,7 +33,7 @@ def save_run(
     meta = checkpoint_meta(config, Progress(step, 8 * step), step)
     pieces = [whole(f"master/{name}", values) for name, values in logical_tensors(model).items()]
     checkpoint = save_checkpoint(run.checkpoints, step, pieces, meta)
-    run.open(config, None)
+    run.open(config, [])
     if with_tokenizer:
         run.tokenizer_file.write_bytes(tokenizer().tokenizer_json)
     return checkpoint

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -11,7 +11,7 @@ Case = dict[str, Any]
 
 
 def pairwise(
-    factors: dict[str, Sequence[Any]],
+    factors: Mapping[str, Sequence[Any]],
     feasible: Callable[[Case], bool],
     *,
     first: Sequence[Case] = (),
