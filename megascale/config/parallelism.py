@@ -12,7 +12,6 @@ from megascale.config.base import Section
 class ParallelismConfig(Section):
     """Degrees of 3D parallelism (MegaScale 2); sequence parallelism always goes with tensor."""
 
-    layout: Literal["manual", "auto"] = Field("manual", description="auto: ask the planner")
     tensor_parallel_size: int = Field(1, ge=1)
     pipeline_parallel_size: int = Field(1, ge=1)
     virtual_pipeline_size: int = Field(1, ge=1, description="model chunks a stage")
@@ -24,8 +23,9 @@ class ParallelismConfig(Section):
     pipeline_transfers: Literal["decoupled", "coupled"] = Field(
         "decoupled", description="sends and receives on their own (MegaScale 3.2), or paired"
     )
-    flux: Literal["auto", "fused", "chunked", "reference"] = Field(
-        "auto", description="how tensor-parallel communication meets its GEMM"
+    flux: Literal["auto", "reference"] = Field(
+        "auto",
+        description="form of the tensor-parallel operators; auto: the fastest one there is",
     )
     bucket_mb: float = Field(
         200.0, gt=0.0, description="data-parallel communication unit: layers joined up to this"

@@ -83,7 +83,6 @@ class CommConfig(Section):
     """Process groups."""
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    init_store: Literal["tcp", "redis"] = "tcp"
     init_timeout_s: float = Field(300.0, gt=0.0)
     timeout_s: float = Field(600.0, gt=0.0, description="deadline of a collective")
 

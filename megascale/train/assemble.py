@@ -8,6 +8,7 @@ data shard.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,8 @@ from megascale.shards import Placement
 from megascale.topology import Mesh
 from megascale.train.program import StageProgram
 from megascale.train.state import master_pieces
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 TIED = "embed.tokens.weight"
@@ -78,7 +81,8 @@ def assemble(
 ) -> Assembly:
     """Build everything of this rank; parameters hold their initial values, gathered."""
     par, dtype = config.parallelism, DTYPES[config.training.dtype]
-    choose_mode(par.flux)
+    if mesh.tensor > 1:
+        logger.info("tensor-parallel operators: %s form", choose_mode(par.flux))
     tied_over_stages = config.model.tie_embeddings and mesh.pipeline > 1
     groups = create_groups(mesh, tied_embeddings=tied_over_stages, timeout_s=config.comm.timeout_s)
     place = groups.coordinates

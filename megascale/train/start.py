@@ -34,11 +34,13 @@ def start_training(
 ) -> None:
     """The verb. Raises MegascaleError with what the user should read."""
     rank = rank_environment()
-    config = resolve_vocabulary(_load(recipe, overrides))
-    folder = RunFolder(config.job.run_dir)
-    if dry_run:
-        _print_plan(config, nproc or rank.world_size)
+    config = _load(recipe, overrides)
+    if dry_run:  # needs the data for nothing but a vocabulary that the recipe leaves out
+        sized = config if config.model.vocab_size else resolve_vocabulary(config)
+        _print_plan(sized, nproc or rank.world_size)
         return
+    config = resolve_vocabulary(config)
+    folder = RunFolder(config.job.run_dir)
     if rank.launcher != "none":
         if nproc is not None:
             raise ConfigError(
