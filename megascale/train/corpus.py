@@ -49,6 +49,13 @@ def tokenizer_files(config: RunConfig) -> list[Path]:
     return [folder / "tokenizer.json", folder / "tokenizer_config.json"]
 
 
+def unigram_entropy_nats(config: RunConfig) -> float | None:
+    """Loss of the best model that ignores context, on the training split; the bar to be under."""
+    if config.data.synthetic:
+        return None
+    return open_prepared(config.data.path).meta.unigram_entropy_nats
+
+
 def make_dataset(config: RunConfig, split: Split) -> Dataset:
     """The samples of one split."""
     training, data = config.training, config.data

@@ -25,7 +25,12 @@ from megascale.optim import learning_rate
 from megascale.telemetry.recorder import Recorder
 from megascale.topology import Coordinates
 from megascale.train.assemble import Assembly
-from megascale.train.corpus import make_loader, tokenizer_files, validation_batches
+from megascale.train.corpus import (
+    make_loader,
+    tokenizer_files,
+    unigram_entropy_nats,
+    validation_batches,
+)
 from megascale.train.persistence import Persistence
 from megascale.train.replicas import check_replicas
 from megascale.train.report import Reporter, StepValues
@@ -95,7 +100,7 @@ class Loop:
         if self._stopping:
             logger.info("asked to stop: saving step %d", self.progress.step)
         elif self.config.validation.interval:
-            self._validate()
+            self._compare_with_unigrams(self._validate())
         if checkpoint.enable and (checkpoint.save_at_end or self._stopping):
             self.persistence.save(self.progress, required=True)
 
@@ -207,11 +212,22 @@ class Loop:
             self.persistence.save(self.progress, required=False)
             self.reporter.restart_clock()
 
-    def _validate(self) -> None:
+    def _validate(self) -> float:
         batches = validation_batches(self.config, self.assembly.mesh, self._place)
         with self.recorder.span("validation"):
             loss = validation_loss(self.assembly, [batch.micro_batches for batch in batches])
         self.reporter.validated(self.progress.step, loss)
+        return loss
+
+    def _compare_with_unigrams(self, loss: float) -> None:
+        entropy = unigram_entropy_nats(self.config)
+        if entropy is not None:
+            logger.info(
+                "validation loss %.3f nats, %.3f under the corpus's unigram entropy %.3f",
+                loss,
+                entropy - loss,
+                entropy,
+            )
 
     @property
     def _place(self) -> Coordinates:

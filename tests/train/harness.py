@@ -43,6 +43,7 @@ class Outcome:
     norms: list[float]
     gradients: list[RankPiece]
     parameter_hashes: list[list[bytes]]  # per step, of the model-parallel shard
+    tied_hashes: list[bytes]  # per step, of an embedding that two stages hold
     coordinates: tuple[int, int, int]  # tp, dp, pp
 
 
@@ -98,7 +99,7 @@ def train_tiny(
         return step_update(lr, grad_scale)
 
     assembly.optimizer.step = capture  # type: ignore[method-assign,assignment]
-    losses, norms, hashes = [], [], []
+    losses, norms, hashes, tied_hashes = [], [], [], []
     for step in range(num_steps):
         batch = read(config, loader, step, ragged=ragged)
         outcome = train_step(
@@ -111,9 +112,10 @@ def train_tiny(
         losses.append(loss)
         norms.append(norm)
         assembly.zero.wait_for_parameters()
+        tied_hashes += [_digest(b.parameters) for b in assembly.zero.buckets if b.tied]
         hashes.append([_digest(bucket.parameters) for bucket in assembly.zero.buckets])
     coordinates = (place.tp_rank, place.dp_rank, place.pp_rank)
-    return Outcome(losses, norms, gradients, hashes, coordinates)
+    return Outcome(losses, norms, gradients, hashes, tied_hashes, coordinates)
 
 
 def _digest(values: torch.Tensor) -> bytes:

@@ -122,6 +122,8 @@ def test_gradients_equal_one_process(case: Case) -> None:
         np.testing.assert_allclose(outcome.norms, reference.norms, rtol=1e-9)
         np.testing.assert_allclose(outcome.losses, reference.losses, rtol=1e-9)
     _assert_replicas_equal(outcomes)
+    if case["tied"] and case["pp"] > 1:
+        _assert_stages_hold_the_same_embedding(outcomes)
 
 
 def _assert_replicas_equal(outcomes: list[Outcome]) -> None:
@@ -130,6 +132,13 @@ def _assert_replicas_equal(outcomes: list[Outcome]) -> None:
         tp_rank, _, pp_rank = outcome.coordinates
         expected = by_shard.setdefault((tp_rank, pp_rank), outcome.parameter_hashes)
         assert outcome.parameter_hashes == expected, f"replicas of {outcome.coordinates} differ"
+
+
+def _assert_stages_hold_the_same_embedding(outcomes: list[Outcome]) -> None:
+    for tp_rank in range(1 + max(o.coordinates[0] for o in outcomes)):
+        held = [o.tied_hashes for o in outcomes if o.coordinates[0] == tp_rank and o.tied_hashes]
+        assert len(held) >= 2, "the first and the last stage hold the embedding"
+        assert all(hashes == held[0] for hashes in held), f"tensor rank {tp_rank}: stages differ"
 
 
 LONG = [
