@@ -70,8 +70,8 @@ docs: $(DEV) ## write the generated pages and tables anew
 	$(BIN)/python -m tools.config_reference
 	$(BIN)/python -m tools.tables
 
-bench: ## measure the rows of benchmarks/results/ that this machine's GPUs allow
-	PYTHON=$(PYTHON) bash tools/bench.sh
+bench: ## measure the rows of benchmarks/results/ that this machine allows
+	PYTHON=$(or $(wildcard $(BIN)/python),$(PYTHON)) bash tools/bench.sh
 
 wheels: ## fetch the wheels that an offline GPU machine (Python 3.12) lacks into wheels/
 	PYTHON=$(PYTHON) bash tools/wheels.sh

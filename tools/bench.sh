@@ -1,13 +1,18 @@
 #!/usr/bin/env bash
-# Measure every case of the bench `step` that the GPUs of this machine allow, one after another.
+# Measure what this machine allows: without a GPU the first run of a newcomer, with GPUs every case of
+# the bench `step` that has enough of them.
 #
-# Targets: within 10 % of Megatron-Core 0.19.2 on the same machine, same shapes, batch and layout (no
+# Targets of `step`: within 10 % of Megatron-Core 0.19.2 on the same machine, same shapes, batch and layout (no
 # recomputation, distributed optimizer, fp32 gradients), which is the baseline of each row.
 # COMMIT names the commit in a copy of the tree that has no repository.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
+
+if [ "$gpus" -eq 0 ]; then
+    "$python" -m benchmarks.first_run
+fi
 
 step() { # GPUs, model, target, Megatron-Core's MFU, recipe, further settings
     local ranks=$1 model=$2 target=$3 megatron=$4 recipe=$5 settings=()

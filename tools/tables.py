@@ -82,7 +82,7 @@ def _columns(rows: list[Row], shown: list[str]) -> tuple[str, dict[str, list[str
     described = {
         **{key: [str(row["case"].get(key, "")) for row in rows] for key in rows[0]["case"]},
         "metric": [row["metric"] for row in rows],
-        "device": [f"{row.get('num_devices', 1)}x {row['device']}" for row in rows],
+        "device": [_device(row) for row in rows],
         "commit": [row["commit"][:9] for row in rows],
     }
     same = {key for key, cells in described.items() if len(rows) > 1 and len(set(cells)) == 1}
@@ -98,6 +98,11 @@ def _columns(rows: list[Row], shown: list[str]) -> tuple[str, dict[str, list[str
         "met": [{None: "", True: "yes", False: "no"}[row.get("met")] for row in rows],
     }
     return f"All rows: {common}." if common else "", {**varying, **measured, **origin}
+
+
+def _device(row: Row) -> str:
+    count = row.get("num_devices", 0)
+    return f"{count}x {row['device']}" if count else row["device"]
 
 
 def _target(row: Row) -> str:
