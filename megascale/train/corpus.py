@@ -56,6 +56,14 @@ def unigram_entropy_nats(config: RunConfig) -> float | None:
     return open_prepared(config.data.path).meta.unigram_entropy_nats
 
 
+def data_identity(config: RunConfig) -> dict[str, str]:
+    """What a checkpoint remembers of the data: fingerprints, wherever the files lie."""
+    if config.data.synthetic:
+        return {"documents": "synthetic", "tokenizer": "synthetic"}
+    meta = open_prepared(config.data.path).meta
+    return {"documents": meta.documents_sha256, "tokenizer": meta.tokenizer_sha256}
+
+
 def make_dataset(config: RunConfig, split: Split) -> Dataset:
     """The samples of one split."""
     training, data = config.training, config.data

@@ -29,10 +29,10 @@ def launch_local(arguments: Sequence[str], num_ranks: int, logs: Path, port: int
 
     Raises LaunchError with the first failure. SIGTERM and SIGINT are passed on to every rank.
     """
+    port = _free_port() if port is None else _check_port(port)
     logs.mkdir(parents=True, exist_ok=True)
     for stale in logs.glob("error-rank*.json"):
         stale.unlink()
-    port = _free_port() if port is None else _check_port(port)
     ranks = [_start(arguments, rank, num_ranks, port, logs) for rank in range(num_ranks)]
 
     def pass_on(signum: int, _frame: FrameType | None) -> None:

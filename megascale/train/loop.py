@@ -64,18 +64,20 @@ class Loop:
         self.persistence = Persistence(assembly, folder, recorder)
         self.reporter = Reporter(assembly, folder)
         self._pending: _Pending | None = None
-        self._num_nonfinite = 0  # in a row
+        self._runs_ahead = assembly.device.type == "cuda"  # a CPU has done what was launched
+        self._num_nonfinite = 0  # without a good step behind the last of them
+        self._last_nonfinite_step = 0
         self._stop_asked = False  # by a signal to this rank
         self._stopping = False  # agreed by all ranks
         self._loader: GlobalBatchLoader | None = None
 
     def run(self, *, resume: bool) -> None:
         """Train from the start, from a checkpoint (`resume`), or from given weights."""
-        self.progress = self.persistence.restore(resume=resume)
-        if self.assembly.is_writer:
-            self.folder.open(self.config, tokenizer_files(self.config))
-        self._open_loader()
         try:
+            self.progress = self.persistence.restore(resume=resume)
+            if self.assembly.is_writer:
+                self.folder.open(self.config, tokenizer_files(self.config))
+            self._open_loader()
             with self._signals(), _manual_gc():
                 self.reporter.restart_clock()
                 self._train()
@@ -139,7 +141,8 @@ class Loop:
         self.reporter.finished(values)
         self._stopping = self._stopping or values.stop_votes > 0
         if not values.masked:
-            self._num_nonfinite = 0
+            if values.step > self._last_nonfinite_step:  # replayed steps prove nothing
+                self._num_nonfinite = 0
             return True
         return self._nonfinite(pending, values)
 
@@ -151,6 +154,7 @@ class Loop:
     def _nonfinite(self, pending: _Pending, values: StepValues) -> bool:
         """The update was masked on the device; now the policy. Same path on all ranks."""
         self._num_nonfinite += 1
+        self._last_nonfinite_step = max(self._last_nonfinite_step, values.step)
         name = self._first_bad_name(pending.outcome.update.name_of_worst())
         self.recorder.incident("nonfinite", step=values.step, parameter=name)
         training = self.config.training
@@ -170,6 +174,7 @@ class Loop:
         self.progress = Progress(restored.step, values.consumed_samples)
         self._close_loader()
         self._open_loader()
+        self.reporter.restart_clock()
         return False
 
     def _first_bad_name(self, own: str | None) -> str | None:
@@ -183,9 +188,9 @@ class Loop:
     # ------------------------------------------------------------ between steps
 
     def _is_boundary(self) -> bool:
-        """Must the step's values be read before the next step? On a CPU nothing runs ahead."""
+        """Must the step's values be read before the next step?"""
         step, config = self.progress.step, self.config
-        if self.assembly.device.type == "cpu":
+        if not self._runs_ahead or step == config.training.steps:  # the last may be rolled back
             return True
         intervals = (
             config.validation.interval,

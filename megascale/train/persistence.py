@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,17 +16,20 @@ from megascale.checkpoint import (
     read_meta,
     save_checkpoint,
 )
+from megascale.checkpoint.manifest import list_checkpoints
 from megascale.checkpoint.saved_model import find_checkpoint
 from megascale.errors import CheckpointError
 from megascale.telemetry.recorder import Recorder
 from megascale.train.assemble import Assembly
 from megascale.train.convert import hf_master_pieces_loader
+from megascale.train.corpus import data_identity
 from megascale.train.replicas import check_replicas
 from megascale.train.run_folder import RunFolder
 from megascale.train.state import (
     Progress,
     check_same_model,
     check_same_samples,
+    check_same_tokenizer,
     checkpoint_meta,
     master_pieces,
     state_pieces,
@@ -42,9 +46,10 @@ class Persistence:
         self.config = assembly.config
         self.folder = folder
         self.recorder = recorder
+        self._data = data_identity(assembly.config)
         self._group = _control_group(assembly)
         self._loaded_from: Path | None = None
-        self._saved_step: int | None = None
+        self._saved: Progress | None = None
 
     def restore(self, *, resume: bool) -> Progress:
         """Fill masters and moments; where the run stands."""
@@ -52,6 +57,7 @@ class Persistence:
             path = find_latest(self.folder.checkpoints, group=self._group)
             if path is not None:
                 return self.load(path)
+            self._refuse_if_any_was_committed()
             logger.warning("no committed checkpoint in %s: starting anew", self.folder.checkpoints)
         source = self.config.checkpoint.initial_load_path
         if source:
@@ -62,16 +68,27 @@ class Persistence:
         """Everything from a checkpoint that was just verified."""
         meta = read_meta(path)
         check_same_model(meta["model"], self.config.model, str(path))
-        check_same_samples(meta, self.config, str(path))
+        check_same_samples(meta, self.config, self._data, str(path))
+        self.assembly.zero.wait_for_parameters()  # a gather in flight would write over what is read
         pieces = state_pieces(self.assembly.zero, self.assembly.optimizer, counted_only=False)
         with self.recorder.span("checkpoint", op="load", host=True):
             load_checkpoint(path, pieces, group=self._group, verified=True)
         self.assembly.optimizer.step_count.fill_(meta["num_updates"])
         self._after_load(str(path))
         self._loaded_from = path
-        self._saved_step = meta["step"]
         logger.info("resumed from %s at step %d", path, meta["step"])
-        return Progress(step=meta["step"], consumed_samples=meta["consumed_samples"])
+        progress = Progress(step=meta["step"], consumed_samples=meta["consumed_samples"])
+        self._saved = replace(progress)
+        return progress
+
+    def _refuse_if_any_was_committed(self) -> None:
+        """Starting anew beside damaged checkpoints would rotate them out."""
+        committed, _ = list_checkpoints(self.folder.checkpoints)
+        if committed:
+            raise CheckpointError(
+                f"none of the {len(committed)} checkpoints in {self.folder.checkpoints} is whole; "
+                "restore one from a copy, or start a new run with --set job.run_dir=ANOTHER"
+            )
 
     def roll_back(self) -> Progress:
         """The newest good checkpoint of this run. Raises CheckpointError where there is none."""
@@ -85,10 +102,11 @@ class Persistence:
 
     def save(self, progress: Progress, *, required: bool) -> None:
         """Save and rotate. A failed save is told and survived unless `required` (the last one)."""
-        if self._saved_step == progress.step:
+        if self._saved == progress:
             return
         zero, optimizer = self.assembly.zero, self.assembly.optimizer
-        meta = checkpoint_meta(self.config, progress, int(optimizer.step_count.item()))
+        num_updates = int(optimizer.step_count.item())
+        meta = checkpoint_meta(self.config, progress, num_updates, self._data)
         pieces = state_pieces(zero, optimizer, counted_only=True)
         try:
             with self.recorder.span("checkpoint", op="save", host=True):
@@ -101,7 +119,7 @@ class Persistence:
                 raise
             logger.error("step %d was not saved, training goes on: %s", progress.step, error)
             return
-        self._saved_step = progress.step
+        self._saved = replace(progress)
         self.recorder.checkpoint(progress.step, str(path))
         if self.assembly.is_writer:
             protect = [self._loaded_from] if self._loaded_from else []
@@ -114,12 +132,15 @@ class Persistence:
 
     def _load_weights(self, source: Path) -> None:
         """Masters alone, from a Hugging Face folder or a checkpoint of ours; fresh optimizer."""
+        self.assembly.zero.wait_for_parameters()
         pieces = master_pieces(self.assembly.zero)
         if self.config.checkpoint.initial_load_in_hf:
             hf_master_pieces_loader(source, pieces, self.config.model, group=self._group)
         else:
             path = find_checkpoint(source, group=self._group)
-            check_same_model(read_meta(path)["model"], self.config.model, str(path))
+            meta = read_meta(path)
+            check_same_model(meta["model"], self.config.model, str(path))
+            check_same_tokenizer(meta, self._data, str(path))
             load_checkpoint(path, pieces, group=self._group, verified=True)
         self._after_load(str(source))
         logger.info("weights from %s, fresh optimizer", source)

@@ -54,8 +54,9 @@ def pick_device(config: RunConfig, rank: RankEnvironment) -> torch.device:
     num_devices = torch.cuda.device_count()
     if rank.local_rank >= num_devices:
         raise ConfigError(
-            f"local rank {rank.local_rank} has no CUDA device, {num_devices} are visible; start at "
-            f"most {num_devices} ranks on this machine, or set training.device = 'cpu'"
+            f"local rank {rank.local_rank} has no CUDA device, {num_devices} are visible; "
+            + (f"start at most {num_devices} ranks on this machine, or " if num_devices else "")
+            + "set training.device = 'cpu'"
         )
     device = torch.device("cuda", rank.local_rank)
     torch.cuda.set_device(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from typing import Any, cast
@@ -13,6 +14,8 @@ from megascale.train.assemble import Assembly
 from megascale.train.recording import device_name
 from megascale.train.run_folder import RunFolder
 from megascale.units import flops_per_token, peak_tflops
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,10 @@ class StepValues:
 
 
 class Reporter:
-    """Turns step values into metrics on rank 0; on other ranks it does nothing."""
+    """Turns step values into metrics on rank 0; on other ranks it does nothing.
+
+    A full disk costs lines of metrics, never the run.
+    """
 
     def __init__(self, assembly: Assembly, folder: RunFolder) -> None:
         self.config = assembly.config
@@ -62,8 +68,7 @@ class Reporter:
 
     def validated(self, step: int, loss: float) -> None:
         """A validation after `step`; its time is not charged to the steps around it."""
-        if self._logger is not None:
-            self._logger.log(Metrics(step=step, validation_loss=loss))
+        self._log(Metrics(step=step, validation_loss=loss))
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -74,27 +79,36 @@ class Reporter:
 
     def close(self) -> None:
         if self._logger is not None:
-            self._logger.close()
+            try:
+                self._logger.close()
+            except OSError as error:
+                logger.warning("the last metrics were not written: %s", error)
+
+    def _log(self, metrics: Metrics) -> None:
+        if self._logger is not None:
+            try:
+                self._logger.log(metrics)
+            except OSError as error:
+                logger.warning("metrics of step %d were not written: %s", metrics.step, error)
 
     def _write(self, values: StepValues) -> None:
         seconds = time.monotonic() - self._since
         seq_len = self.config.training.seq_len
-        if self._logger is not None:
-            self._logger.log(
-                Metrics(
-                    step=values.step,
-                    loss=values.loss,
-                    grad_norm=values.grad_norm,
-                    lr=values.lr,
-                    step_s=seconds / self._steps,
-                    data_wait_s=self.data_wait_s / self._steps,
-                    global_batch_size=values.num_samples,
-                    consumed_tokens=values.consumed_samples * seq_len,
-                    skipped_steps=self.num_skipped,
-                    **cast(Any, self._throughput.rates(self._samples * seq_len, seconds)),
-                    **cast(Any, _memory(self.device)),
-                )
+        self._log(
+            Metrics(
+                step=values.step,
+                loss=values.loss,
+                grad_norm=values.grad_norm,
+                lr=values.lr,
+                step_s=seconds / self._steps,
+                data_wait_s=self.data_wait_s / self._steps,
+                global_batch_size=values.num_samples,
+                consumed_tokens=values.consumed_samples * seq_len,
+                skipped_steps=self.num_skipped,
+                **cast(Any, self._throughput.rates(self._samples * seq_len, seconds)),
+                **cast(Any, _memory(self.device)),
             )
+        )
         self.restart_clock()
 
 

@@ -13,6 +13,7 @@ A folder holds one run. Starting in a folder that holds one is refused unless re
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -42,7 +43,10 @@ class RunFolder:
         return self.config_file.exists()
 
     def check(self, *, resume: bool) -> None:
-        """Refuse a folder that holds a run unless `resume`, and resuming where there is none."""
+        """Refuse a folder that holds a run unless `resume`, and resuming where there is none.
+
+        Also one that cannot be made.
+        """
         if self.exists and not resume:
             raise ConfigError(
                 f"{self.path} already holds a run; continue it with --resume, or start a new one "
@@ -54,10 +58,23 @@ class RunFolder:
                 "set job.run_dir to the folder of the run"
             )
 
+        there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            why = "may not be written to" if there.is_dir() else "is a file"
+            raise ConfigError(
+                f"the run folder {self.path} cannot be made: {there} {why}; name another one with "
+                "--set job.run_dir=ANOTHER"
+            )
+
     def open(self, config: RunConfig, tokenizer_files: Sequence[Path]) -> None:
-        """Write the records of this start. Called by one rank."""
+        """Write the records of this start. Called by one rank.
+
+        A kill on the way leaves the old records, so that the run can be resumed.
+        """
+        from megascale.checkpoint.durable import write_durably  # with torch: not for the parent
+
         self.path.mkdir(parents=True, exist_ok=True)
-        self.config_file.write_text(config.model_dump_json(indent=2) + "\n")
+        write_durably(self.config_file, config.model_dump_json(indent=2).encode() + b"\n")
         starts = json.loads(self.run_file.read_text())["starts"] if self.run_file.exists() else []
         starts.append(
             {
@@ -71,7 +88,7 @@ class RunFolder:
                 },
             }
         )
-        self.run_file.write_text(json.dumps({"starts": starts}, indent=2) + "\n")
+        write_durably(self.run_file, json.dumps({"starts": starts}, indent=2).encode() + b"\n")
         for file in tokenizer_files:
             if file.exists() and not (self.path / file.name).exists():
                 shutil.copyfile(file, self.path / file.name)

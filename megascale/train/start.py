@@ -16,7 +16,7 @@ import typer
 
 from megascale.config import RunConfig, load_config
 from megascale.env import RankEnvironment, rank_environment
-from megascale.errors import ConfigError, MegascaleError
+from megascale.errors import CheckpointError, ConfigError, MegascaleError
 from megascale.plan.describe import describe
 from megascale.train.corpus import resolve_vocabulary
 from megascale.train.launch import launch_local, record_failure
@@ -42,15 +42,18 @@ def start_training(
     config = resolve_vocabulary(config)
     folder = RunFolder(config.job.run_dir)
     if rank.launcher != "none":
-        if nproc is not None:
-            raise ConfigError(
-                f"--nproc {nproc} was given to a rank that {rank.launcher} started; leave it out"
-            )
+        for option, value in (("--nproc", nproc), ("--master-port", master_port)):
+            if value is not None:
+                raise ConfigError(
+                    f"{option} {value} was given to a rank that {rank.launcher} started; "
+                    "leave it out"
+                )
         _become_rank(config, rank, resume=resume)
         return
     num_ranks = nproc or 1
     config.mesh(num_ranks)
     folder.check(resume=resume)
+    _check_initial_weights(config)
     if num_ranks == 1:
         _become_rank(config, rank, resume=resume)
         return
@@ -62,6 +65,16 @@ def _load(recipe: Path, overrides: Sequence[str]) -> RunConfig:
     if recipe.is_dir():
         recipe = RunFolder(recipe).config_file
     return load_config(recipe, overrides)
+
+
+def _check_initial_weights(config: RunConfig) -> None:
+    """What needs no torch; the ranks look into the folder."""
+    source = config.checkpoint.initial_load_path
+    if source and not Path(source).is_dir():
+        raise CheckpointError(
+            f"checkpoint.initial_load_path is {source!r}, which is no folder; name a run folder, "
+            "a checkpoint, or a Hugging Face folder"
+        )
 
 
 def _flags(overrides: Sequence[str]) -> list[str]:

@@ -67,8 +67,13 @@ def state_pieces(
     ]
 
 
-def checkpoint_meta(config: RunConfig, progress: Progress, num_updates: int) -> dict[str, Any]:
-    """The JSON beside the tensors."""
+def checkpoint_meta(
+    config: RunConfig,
+    progress: Progress,
+    num_updates: int,
+    data: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """The JSON beside the tensors. `data`: `corpus.data_identity`, None where nobody knows."""
     return {
         "format": FORMAT,
         "step": progress.step,
@@ -78,6 +83,7 @@ def checkpoint_meta(config: RunConfig, progress: Progress, num_updates: int) -> 
         "model": config.model.model_dump(),
         "seq_len": config.training.seq_len,
         "packing": config.data.packing,
+        "data": data,
         "dtype": config.training.dtype,
     }
 
@@ -100,20 +106,35 @@ def check_same_model(saved: dict[str, Any], model: ModelConfig, where: str) -> N
         )
 
 
-def check_same_samples(meta: dict[str, Any], config: RunConfig, where: str) -> None:
+def check_same_samples(
+    meta: dict[str, Any], config: RunConfig, data: dict[str, str], where: str
+) -> None:
     """Refuse to resume where sample numbers would mean other samples."""
-    ours = {
-        "training.seed": ("seed", config.training.seed),
-        "training.seq_len": ("seq_len", config.training.seq_len),
-        "data.packing": ("packing", config.data.packing),
-    }
-    for key, (name, value) in ours.items():
-        if meta[name] != value:
+    pairs: list[tuple[str, object, object]] = [
+        ("training.seed", meta["seed"], config.training.seed),
+        ("training.seq_len", meta["seq_len"], config.training.seq_len),
+        ("data.packing", meta["packing"], config.data.packing),
+    ]
+    theirs = meta["data"] or data
+    pairs += [(f"data of {name}", theirs[name][:16], data[name][:16]) for name in data]
+    for key, saved, wanted in pairs:
+        if saved != wanted:
             raise CheckpointError(
-                f"{where} was trained with {key} = {meta[name]!r}, this run has {value!r}, so its "
+                f"{where} was trained with {key} {saved!r}, this run has {wanted!r}, so its "
                 "data position would mean other samples; set it back, or start a new run from "
                 "these weights with checkpoint.initial_load_path"
             )
+
+
+def check_same_tokenizer(meta: dict[str, Any], data: dict[str, str], where: str) -> None:
+    """Refuse weights whose token ids mean other text."""
+    theirs = meta["data"]
+    if theirs is not None and theirs["tokenizer"] != data["tokenizer"]:
+        raise CheckpointError(
+            f"{where} was trained with tokenizer {theirs['tokenizer'][:16]!r}, the data of this "
+            f"run is of {data['tokenizer'][:16]!r}; prepare the data with the tokenizer.json of "
+            "that run"
+        )
 
 
 def _differences(theirs: ModelConfig, ours: ModelConfig) -> Iterator[str]:

@@ -1,0 +1,166 @@
+"""A resumed run is the run that was never interrupted.
+
+In the same layout losses, gradient norms, parameters and moments are the same bits; in another
+layout losses agree within 1e-5. Samples are the same in all cases. All runs are killed by SIGKILL
+between checkpoints, so that steps are replayed too.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.train.runs import (
+    SINGLE,
+    Layout,
+    assert_same_bits,
+    checkpoints,
+    curve,
+    metrics,
+    samples,
+    train,
+)
+
+LAYOUTS: dict[str, Layout] = {
+    "single": SINGLE,
+    "tp2-dp2-zero2": {"tp": 2, "dp": 2, "pp": 1, "zero": 2},
+    "pp2-vp2": {"tp": 1, "dp": 1, "pp": 2, "vp": 2},
+    "dp4": {"tp": 1, "dp": 4, "pp": 1},
+    "dp2": {"tp": 1, "dp": 2, "pp": 1},
+    "tp2": {"tp": 2, "dp": 1, "pp": 1},
+    "pp2": {"tp": 1, "dp": 1, "pp": 2},
+    "tp2-pp2-vp2": {"tp": 2, "dp": 1, "pp": 2, "vp": 2},
+}
+SMALL = [
+    "model.num_layers=4",
+    "model.hidden_dropout=0.1",
+    "model.attention_dropout=0.1",
+    "training.global_batch_size=4",
+    "training.steps=20",
+    "optimizer.lr=0.002",
+    "checkpoint.interval=10",
+]
+Make = Callable[[str, str], Path]
+
+
+def _options(optimizer: str) -> list[str]:
+    return [*SMALL, f"optimizer.name={optimizer}"]
+
+
+def _once(make: Callable[[Path, str, str], Any], root: Path) -> Make:
+    """`make(folder, layout, optimizer)` on the first request; its folder on all."""
+
+    def folder_of(layout: str, optimizer: str) -> Path:
+        folder = root / f"{layout}-{optimizer}"
+        if not folder.exists():
+            make(folder, layout, optimizer)
+        return folder
+
+    return folder_of
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """A folder with 20 steps in one go."""
+
+    def make(folder: Path, layout: str, optimizer: str) -> None:
+        train(folder, LAYOUTS[layout], _options(optimizer))
+
+    return _once(make, tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """A folder whose run was killed after step 13, with a checkpoint of step 10."""
+
+    def make(folder: Path, layout: str, optimizer: str) -> None:
+        train(folder, LAYOUTS[layout], _options(optimizer), kill_after=13)
+        assert checkpoints(folder) == ["step-00000010"]
+
+    return _once(make, tmp_path_factory.mktemp("killed"))
+
+
+def _copy(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "run"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+@pytest.mark.parametrize("layout", ["single", "tp2-dp2-zero2", "pp2-vp2"])
+def test_same_layout_same_bits(
+    whole: Make, killed: Make, tmp_path: Path, layout: str, optimizer: str
+) -> None:
+    run, expected = _copy(killed(layout, optimizer), tmp_path), whole(layout, optimizer)
+    assert max(curve(run)) == 12  # the values of step 13 died with the process
+    train(run, LAYOUTS[layout], _options(optimizer), resume=True)
+    steps = [line["step"] for line in metrics(run)]
+    assert steps == [*range(1, 13), *range(11, 21)]  # nothing but 11 and 12 was done twice
+    assert curve(run) == curve(expected)
+    assert_same_bits(run, expected)
+    assert samples(run) == samples(expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("tp2-dp2-zero2", "pp2"), ("dp4", "tp2"), ("single", "tp2-pp2-vp2"), ("pp2-vp2", "single")],
+)
+def test_other_layout_same_curve(
+    whole: Make, killed: Make, tmp_path: Path, first: str, then: str
+) -> None:
+    run, expected = _copy(killed(first, "adamw"), tmp_path), whole("single", "adamw")
+    before = curve(run)
+    (run / "metrics.jsonl").unlink()  # replayed steps are close here, not equal
+    train(run, LAYOUTS[then], _options("adamw"), resume=True)
+    after = curve(run)
+    assert list(after) == list(range(11, 21))
+    got = [(before | after)[step][0] for step in range(1, 21)]
+    want = [curve(expected)[step][0] for step in range(1, 21)]
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert samples(run) == samples(expected)
+
+
+@pytest.mark.full
+def test_three_resumes_in_a_row(whole: Make, tmp_path: Path) -> None:
+    run, layout = tmp_path / "run", LAYOUTS["dp2"]
+    options = [*_options("adamw"), "checkpoint.interval=3"]
+    for kill_after in (4, 9, 15):
+        train(run, layout, options, resume=run.exists(), kill_after=kill_after)
+    train(run, layout, options, resume=True)
+    expected = whole("dp2", "adamw")
+    assert curve(run) == curve(expected)
+    assert_same_bits(run, expected)
+    assert samples(run) == samples(expected)
+
+
+@pytest.mark.full
+def test_batch_ramp_up_goes_on_where_it_was(tmp_path: Path) -> None:
+    options = [
+        *_options("adamw"),
+        "training.global_batch_size=8",
+        "training.batch_ramp_up={start=2, increment=2, samples=40}",
+    ]
+    train(tmp_path / "whole", LAYOUTS["dp2"], options)
+    train(tmp_path / "run", LAYOUTS["dp2"], options, kill_after=12)
+    train(tmp_path / "run", LAYOUTS["dp2"], options, resume=True)
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+    assert_same_bits(tmp_path / "run", tmp_path / "whole")
+    assert samples(tmp_path / "run") == samples(tmp_path / "whole")
+    sizes = [len(step) for step in samples(tmp_path / "run").values()]
+    assert sizes == [2] * 7 + [4] * 4 + [6] * 2 + [8] * 7, sizes  # 40 samples in three parts
+
+
+@pytest.mark.full
+def test_a_finished_run_has_nothing_to_resume(whole: Make, tmp_path: Path) -> None:
+    run = _copy(whole("single", "adamw"), tmp_path)
+    train(run, SINGLE, _options("adamw"), resume=True)
+    assert len(metrics(run)) == 20
+    assert_same_bits(run, whole("single", "adamw"))
+    more = [*_options("adamw"), "training.steps=22"]
+    train(run, SINGLE, more, resume=True)
+    assert [line["step"] for line in metrics(run)[20:]] == [21, 22]
