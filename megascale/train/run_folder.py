@@ -69,8 +69,17 @@ class RunFolder:
     def open(self, config: RunConfig, tokenizer_files: Sequence[Path]) -> None:
         """Write the records of this start. Called by one rank.
 
-        A kill on the way leaves the old records, so that the run can be resumed.
+        A kill or a full disk on the way leaves the old records, so that the run can be resumed.
         """
+        try:
+            self._write_records(config, tokenizer_files)
+        except OSError as error:
+            raise CheckpointError(
+                f"the run folder {self.path} cannot be written: {error}; free space or mend its "
+                "permissions, what it held is untouched"
+            ) from error
+
+    def _write_records(self, config: RunConfig, tokenizer_files: Sequence[Path]) -> None:
         from megascale.checkpoint.durable import write_durably  # with torch: not for the parent
 
         self.path.mkdir(parents=True, exist_ok=True)

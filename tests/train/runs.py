@@ -29,8 +29,9 @@ from megascale.env import RankEnvironment
 from megascale.errors import MegascaleError
 from megascale.telemetry.hooks import Hook
 from megascale.train import loop
-from megascale.train.assemble import Assembly, assemble
+from megascale.train.assemble import assemble
 from megascale.train.corpus import make_loader
+from megascale.train.loop import Loop
 from megascale.train.recording import open_recorder
 from megascale.train.run_folder import RunFolder
 from tests.distributed import run_ranks
@@ -38,8 +39,8 @@ from tests.train.harness import TINY
 
 SINGLE = {"tp": 1, "dp": 1, "pp": 1}
 Layout = dict[str, int]
-Plant = Callable[[Assembly], None]
-"""Changes an assembly on its rank before the loop runs; a module-level function."""
+Plant = Callable[[Loop], None]
+"""Changes a rank before it trains; a module-level function, or an object of a module's class."""
 
 
 def train(
@@ -106,9 +107,10 @@ def _train_rank(
             mock.patch.object(loop, "make_loader", _recording(make_loader, seen)),
         ):
             assembly = assemble(config, mesh, device, span=recorder.span)
+            rank_loop = Loop(assembly, folder, recorder)
             if plant is not None:
-                plant(assembly)
-            loop.Loop(assembly, folder, recorder).run(resume=resume)
+                plant(rank_loop)
+            rank_loop.run(resume=resume)
     except MegascaleError as error:
         return f"{type(error).__name__}: {error}"
     return None

@@ -76,15 +76,35 @@ def test_disk_full_in_the_middle_of_a_save(
     _assert_only_the_first_was_saved(run, caplog.text, capsys.readouterr().err)
 
 
+def _fill(disk: Path) -> None:
+    with pytest.raises(OSError, match="No space left"), (disk / "ballast").open("wb") as file:
+        file.write(bytes(2 << 20))
+
+
+def test_a_start_on_a_full_disk_leaves_the_run_as_it_was(
+    small_disk: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    run = small_disk / "run"
+    assert train_here(monkeypatch, run) == 0
+    before = {name: (run / name).read_text() for name in ("config.json", "run.json")}
+    _fill(small_disk)
+    assert train_here(monkeypatch, run, "training.steps=4", more=["--resume"]) == 4
+    assert f"the run folder {run} cannot be written: [Errno 28]" in capsys.readouterr().err
+    assert {name: (run / name).read_text() for name in before} == before
+    (small_disk / "ballast").unlink()
+    more = ["training.steps=3", "checkpoint.enable=false"]
+    assert train_here(monkeypatch, run, *more, more=["--resume"]) == 0
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3]
+
+
 def test_a_disk_that_others_filled_costs_metrics_only(
     small_disk: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run, ballast = small_disk / "run", small_disk / "ballast"
+    run = small_disk / "run"
 
     def fill_then_step(*arguments: Any, **options: Any) -> Any:
-        if not ballast.exists() and num_lines(run / "metrics.jsonl") == 2:
-            with pytest.raises(OSError, match="No space left"), ballast.open("wb") as file:
-                file.write(bytes(2 << 20))
+        if num_lines(run / "metrics.jsonl") == 2:
+            _fill(small_disk)
         return train_step(*arguments, **options)
 
     monkeypatch.setattr(loop, "train_step", fill_then_step)

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megascale.flux.collectives import Pending
+from megascale.parallel.buckets import Bucket
+from megascale.train.loop import Loop
 from tests.train.runs import (
     SINGLE,
     Layout,
@@ -136,6 +140,34 @@ def test_three_resumes_in_a_row(whole: Make, tmp_path: Path) -> None:
     assert curve(run) == curve(expected)
     assert_same_bits(run, expected)
     assert samples(run) == samples(expected)
+
+
+@dataclass
+class _Late:
+    """A gather of initial values that arrives when somebody waits for it, not before."""
+
+    bucket: Bucket
+    pending: Pending
+
+    def wait(self) -> None:
+        self.pending.wait()
+        self.bucket.parameters.fill_(123.0)
+
+
+def _delay_the_gathers(rank: Loop) -> None:
+    zero = rank.assembly.zero
+    for bucket in zero.buckets:
+        zero._gathering[bucket.name] = _Late(bucket, zero._gathering[bucket.name])  # type: ignore[assignment]
+
+
+@pytest.mark.full
+def test_what_was_sent_before_does_not_overwrite_what_was_loaded(
+    whole: Make, killed: Make, tmp_path: Path
+) -> None:
+    run = _copy(killed("dp2", "adamw"), tmp_path)
+    options = _options("adamw")
+    train(run, LAYOUTS["dp2"], options, resume=True, plant=_delay_the_gathers)
+    assert_same_bits(run, whole("dp2", "adamw"))
 
 
 @pytest.mark.full

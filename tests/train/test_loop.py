@@ -1,0 +1,252 @@
+"""What a run does besides training: its records, validation, retention, plan, and stopping."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megascale.config import load_config
+from megascale.events import Header, Span, Sums, read_events
+from megascale.optim import learning_rate
+from megascale.telemetry.hooks import Hook
+from megascale.train.loop import Loop
+from megascale.train.run_folder import RunFolder
+from tests.train.command import SMALL, end, flags, run_here, started, train_here, write_recipe
+from tests.train.runs import (
+    SINGLE,
+    Layout,
+    assert_same_bits,
+    checkpoints,
+    curve,
+    metrics,
+    samples,
+    train,
+)
+from tools.blocks import ROOT
+
+PP2_DP2: Layout = {"tp": 1, "dp": 2, "pp": 2}
+TP2: Layout = {"tp": 2, "dp": 1, "pp": 1}
+OPTIONS = ["model.num_layers=2", "training.global_batch_size=4", "training.steps=6"]
+Patch = pytest.MonkeyPatch
+
+
+# ---------------------------------------------------------------- records
+
+
+def test_metrics_say_what_was_done(tmp_path: Path, monkeypatch: Patch) -> None:
+    run = tmp_path / "run"
+    schedule = ["lr_scheduler.warmup_steps=3", "lr_scheduler.decay_type=linear"]
+    settings = [*schedule, "training.steps=8", "metrics.log_interval=3", "metrics.tensorboard=true"]
+    assert train_here(monkeypatch, run, *settings) == 0
+    lines, config = metrics(run), RunFolder(run).load_config()
+    assert [line["step"] for line in lines] == [1, 3, 6, 8]
+    for line in lines:
+        step = line["step"]
+        assert line["lr"] == learning_rate(
+            step - 1, config.lr_scheduler, lr=config.optimizer.lr, total_steps=8
+        )
+        assert 5.0 < line["loss"] < 6.5  # ln 256 = 5.55
+        assert line["grad_norm"] > 0.0
+        assert line["global_batch_size"] == 4
+        assert line["consumed_tokens"] == step * 4 * 16
+        assert line["tokens_per_s"] == pytest.approx(4 * 16 / line["step_s"])
+        assert line["tokens_per_s_per_gpu"] == line["tokens_per_s"]
+        assert 0.0 <= line["data_wait_s"] <= line["step_s"]
+        assert line["memory_bytes"] > 1 << 20
+        assert line["skipped_steps"] == 0
+        assert "mfu" not in line  # nobody knows a CPU's peak
+    (events,) = (run / "tb").glob("events.out.tfevents.*")
+    assert b"loss_metrics/global_avg_loss" in events.read_bytes()
+
+
+def test_the_run_folder_tells_where_it_came_from(
+    tmp_path: Path, prepared: Path, monkeypatch: Patch
+) -> None:
+    run = tmp_path / "run"
+    data = ["data.synthetic=false", f"data.path={prepared}", "model.vocab_size=null"]
+    assert train_here(monkeypatch, run, *data) == 0
+    config = RunFolder(run).load_config()
+    assert config.model.vocab_size == 280  # resolved from the tokenizer
+    assert (run / "tokenizer.json").read_bytes() == (prepared / "tokenizer.json").read_bytes()
+    assert train_here(monkeypatch, run, *data, "training.steps=3", more=["--resume"]) == 0
+    starts = json.loads((run / "run.json").read_text())["starts"]
+    assert ["--resume" in start["command"] for start in starts] == [False, True]
+    assert all(start["versions"]["torch"] and start["commit"] for start in starts)
+    assert RunFolder(run).load_config().training.steps == 3
+    # the folder is a recipe
+    assert run_here(monkeypatch, "train", str(run), "--resume", "--set", "training.steps=4") == 0
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4]
+
+
+@pytest.mark.full
+def test_every_rank_records_every_phase(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    more = ["telemetry.span_interval=3", "checkpoint.interval=3", "validation.interval=3"]
+    train(run, PP2_DP2, [*OPTIONS, *more, "training.gc_freq=2"])
+    phases = {"data_wait", "forward", "backward", "send", "recv", "grad_sync", "optimizer"}
+    phases |= {"param_gather"}
+    for rank in range(4):
+        events = list(read_events(run / "telemetry" / f"rank_{rank:05d}.jsonl"))
+        spans = [event for event in events if isinstance(event, Span)]
+        for step in (3, 6):
+            assert phases <= {span.name for span in spans if span.step == step}, (rank, step)
+        outside = Counter(span.name for span in spans if span.step is None)
+        assert (outside["checkpoint"], outside["validation"], outside["gc"]) == (2, 2, 3), rank
+        sums = {event.step: event.sums for event in events if isinstance(event, Sums)}
+        assert list(sums) == [1, 2, 3, 4, 5, 6]
+        for of_step in sums.values():
+            counts = {name: of_step[name]["count"] for name in phases}
+            assert counts["forward"] == counts["backward"] == 2  # micro-batches
+            assert counts["send"] == counts["recv"] == 2
+            assert counts["optimizer"] == counts["data_wait"] == 1
+
+
+# ---------------------------------------------------------------- validation, retention
+
+
+@pytest.mark.full
+def test_validation_is_the_same_in_every_layout(tmp_path: Path, prepared: Path) -> None:
+    data = ["data.synthetic=false", f"data.path={prepared}", "model.vocab_size=280"]
+    more = [*OPTIONS, *data, "validation.interval=4", "validation.batches=2", "optimizer.lr=0.002"]
+    found = {}
+    for name, layout in {"single": SINGLE, "tp2": TP2, "pp2-dp2": PP2_DP2}.items():
+        train(tmp_path / name, layout, more)
+        lines = [line for line in metrics(tmp_path / name) if "validation_loss" in line]
+        assert [line["step"] for line in lines] == [4, 6]
+        found[name] = [line["validation_loss"] for line in lines]
+    assert found["single"][1] < found["single"][0]
+    assert found["tp2"] == pytest.approx(found["single"], rel=1e-5)
+    assert found["pp2-dp2"] == pytest.approx(found["single"], rel=1e-5)
+
+
+def test_the_last_checkpoints_stay(tmp_path: Path, monkeypatch: Patch) -> None:
+    run, keep = tmp_path / "run", ["checkpoint.interval=1", "checkpoint.keep_latest_k=2"]
+    assert train_here(monkeypatch, run, *keep, "training.steps=5") == 0
+    assert checkpoints(run) == ["step-00000004", "step-00000005"]
+    assert train_here(monkeypatch, run, *keep, "training.steps=9", more=["--resume"]) == 0
+    loaded_from = "step-00000005"
+    assert checkpoints(run) == [loaded_from, "step-00000008", "step-00000009"]
+
+
+# ---------------------------------------------------------------- the host ahead of the device
+
+
+@dataclass(frozen=True)
+class RunAhead:
+    """The host reads a step's values one step later, as on a GPU."""
+
+    stop_after: int | None = None  # this step, the last rank is told to stop
+
+    def __call__(self, rank: Loop) -> None:
+        rank._runs_ahead = True
+        if rank.assembly.mesh.world_size - 1 == rank.recorder.rank:
+            rank.recorder.hooks.append(_Stop(self.stop_after))
+
+
+class _Stop(Hook):
+    def __init__(self, after: int | None) -> None:
+        self._after = after
+
+    def on_step_end(self, step: int) -> None:
+        if step == self._after:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [SINGLE, TP2], ids=["single", "tp2"])
+def test_running_ahead_changes_no_value(tmp_path: Path, layout: Layout) -> None:
+    more = [*OPTIONS, "checkpoint.interval=4", "validation.interval=3"]
+    train(tmp_path / "ahead", layout, more, plant=RunAhead())
+    train(tmp_path / "plain", layout, more)
+    assert curve(tmp_path / "ahead") == curve(tmp_path / "plain")
+    assert samples(tmp_path / "ahead") == samples(tmp_path / "plain")
+    assert checkpoints(tmp_path / "ahead") == ["step-00000004", "step-00000006"]
+    assert_same_bits(tmp_path / "ahead", tmp_path / "plain")
+    ahead, plain = (
+        [line for line in metrics(tmp_path / name) if "validation_loss" in line]
+        for name in ("ahead", "plain")
+    )
+    for one, other in zip(ahead, plain, strict=True):
+        assert one["step"] == other["step"]
+        assert one["validation_loss"] == other["validation_loss"]
+
+
+@pytest.mark.full
+def test_stopped_while_ahead_all_save_the_step_that_was_launched(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert train(run, TP2, OPTIONS, plant=RunAhead(stop_after=2)) == [None, None]
+    # asked after 2, said by 3, read when 4 is launched
+    assert checkpoints(run) == ["step-00000004"]
+    assert list(curve(run)) == [1, 2, 3, 4]
+    train(run, TP2, OPTIONS, resume=True)
+    train(tmp_path / "whole", TP2, OPTIONS)
+    assert curve(run) == curve(tmp_path / "whole")
+
+
+# ---------------------------------------------------------------- the plan, and torchrun
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_dry_run_prints_the_plan_and_starts_nothing(
+    tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    layout = ["parallelism.tensor_parallel_size=2", "parallelism.pipeline_parallel_size=2"]
+    assert train_here(monkeypatch, run, *layout, more=["--nproc", "4", "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    config, rest = json.JSONDecoder().raw_decode(output)
+    assert load_config(_write(tmp_path / "again.json", config)).model_dump(mode="json") == config
+    plan = output[rest:]
+    assert "tensor parallel 2: [0, 1] [2, 3]" in plan
+    assert "pipeline parallel 2: [0, 2] [1, 3]" in plan
+    # 2 layers of 4 x 32^2 + 3 x 32 x 64 + 2 norms, embedding and head of 256 x 32, a last norm
+    assert f"parameters {2 * (4 * 32**2 + 3 * 32 * 64 + 2 * 32) + 2 * 256 * 32 + 32:,}" in plan
+    for stage in ("0", "1"):
+        (row,) = (line for line in plan.splitlines() if line.split()[:1] == [stage])
+        assert row.split()[1] == stage  # one layer each
+        assert "MiB" in row or "KiB" in row
+    assert not run.exists()
+
+
+def _write(path: Path, config: object) -> Path:
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_dry_run_of_512_ranks(
+    tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    recipe = str(ROOT / "recipes" / "gpt3-175b.toml")
+    given = flags([f"job.run_dir={run}"])
+    assert run_here(monkeypatch, "train", recipe, *given, "--nproc", "512", "--dry-run") == 0
+    plan = capsys.readouterr().out
+    assert "\n512 ranks\n" in plan
+    assert "pipeline parallel 8: [0, 64, ... 448] [1, 65, ... 449]" in plan
+    assert "parameters 175,557,206,016 (" in plan
+    assert "      7  14-15 30-31 46-47 62-63 78-79 94-95 " in plan
+    assert not run.exists()
+
+
+@pytest.mark.full
+def test_under_torchrun_the_same_command_is_one_rank(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    given = flags([*SMALL, "training.steps=3", f"job.run_dir={run}"])
+    arguments = ["train", str(write_recipe(tmp_path)), *given]
+    with started(arguments, (*torchrun, "-m", "megascale")) as process:
+        code, output, errors = end(process)
+    assert code == 0, errors
+    assert output.count("step: 3 ") == 1  # rank 0 alone speaks
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3]
+    assert checkpoints(run) == ["step-00000003"]
+    headers = [next(read_events(file)) for file in sorted((run / "telemetry").iterdir())]
+    assert all(isinstance(header, Header) and header.world_size == 2 for header in headers)
+    assert [header.rank for header in headers] == [0, 1]
