@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megascale.flux.collectives import all_gather, reduce_scatter
+from megascale.ops.embedding import accumulate_embedding_gradient
 from megascale.parallel.tensor import TensorParallel
 
 
@@ -22,8 +23,8 @@ class _VocabularyEmbedding(torch.autograd.Function):
         rows = weight_vD.shape[0]
         local_T = tokens_T - tp.rank * rows
         own_T = (local_T >= 0) & (local_T < rows)
-        # Rows of other ranks get a zero gradient below. Spreading them over the table instead of
-        # sending them all to row 0 keeps the atomic additions of a GPU from queueing.
+        # Tokens of other ranks add zeros below. They are spread over the table because a GPU sums
+        # what goes to one row one by one: a row that took all of them would make the rest wait.
         row_T = torch.where(own_T, local_T, tokens_T % rows)
         ctx.save_for_backward(row_T, own_T)
         ctx.weight, ctx.tp = weight_vD, tp
@@ -36,10 +37,9 @@ class _VocabularyEmbedding(torch.autograd.Function):
         row_T, own_T = ctx.saved_tensors
         with ctx.tp.span("tp_embedding_backward", group="tensor"):
             grad_TD = all_gather(grad_tD, ctx.tp.group)
-            main_grad = getattr(ctx.weight, "main_grad", None)
-            target = torch.zeros_like(ctx.weight) if main_grad is None else main_grad
-            target.index_add_(0, row_T, grad_TD.to(target.dtype).mul_(own_T[:, None]))
-        return None, (target if main_grad is None else None), None
+            # `where`, not a product: zero times an infinite gradient would be another row's NaN.
+            own_TD = torch.where(own_T[:, None], grad_TD, 0.0)
+            return None, accumulate_embedding_gradient(ctx.weight, row_T, own_TD), None
 
 
 def vocabulary_embedding(tp: TensorParallel) -> Callable[[Tensor, Tensor], Tensor]:

@@ -171,7 +171,11 @@ class ShardedDataParallel:
     # ------------------------------------------------------------ parameters
 
     def gather_parameters(self) -> None:
-        """Send every bucket's updated masters to all data ranks; returns before they arrive."""
+        """Send every bucket's updated masters to all data ranks; returns before they arrive.
+
+        What an earlier call sent arrives first: late values must not overwrite these.
+        """
+        self.wait_for_parameters()
         with self.span("param_gather", op="all_gather", group="data", stream="data"):
             for bucket in self.buckets:
                 own = bucket.parameters[bucket.shard_start : bucket.shard_stop]

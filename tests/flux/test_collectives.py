@@ -1,0 +1,113 @@
+"""Gather and reduce-scatter of rows, and the reference operators made of them."""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megascale.flux import (
+    all_gather,
+    all_gather_gemm,
+    gemm_reduce_scatter,
+    reduce_scatter,
+)
+from megascale.flux.collectives import rank_slice, start_all_gather, start_reduce_scatter
+from tests.distributed import run_ranks
+
+TOKENS, IN, OUT = 8, 12, 4  # 4 ranks divide all
+
+
+def _whole(seed: int, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+def _run(rank: int, world_size: int) -> dict[str, NDArray[np.float64]]:
+    group = dist.group.WORLD
+    rows = rank_slice(TOKENS, group)
+    own, partial = _whole(0, TOKENS, IN)[rows], _whole(1 + rank, TOKENS, IN)
+    x_TI, weight_OI, bias_O = _whole(7, TOKENS, IN), _whole(8, OUT, IN), _whole(9, OUT)
+    y_To, gathered = all_gather_gemm(
+        x_TI[rows], weight_OI.chunk(world_size)[rank], bias_O.chunk(world_size)[rank], group
+    )
+    x_Ti, weight_Oi = (t.chunk(world_size, 1)[rank].contiguous() for t in (x_TI, weight_OI))
+    first, second = start_all_gather(own, group), start_reduce_scatter(partial, group)
+    found = {
+        "rows": torch.arange(TOKENS)[rows].double(),
+        "gathered": all_gather(own, group),
+        "transposed": all_gather(own.t().contiguous().t(), group),  # rows that are not contiguous
+        "vector": all_gather(own[:, 0], group),
+        "scattered": reduce_scatter(partial, group),
+        "scattered transposed": reduce_scatter(partial.t().contiguous().t(), group),
+        "second": second.wait(),  # two in flight, waited for the other way round
+        "first": first.wait(),
+        "ag_gemm": y_To,
+        "ag_gemm x": gathered,
+        "gemm_rs": gemm_reduce_scatter(x_Ti, weight_Oi, group),
+    }
+    return {name: value.numpy() for name, value in found.items()}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_rows_travel_in_rank_order(num_ranks: int) -> None:
+    by_rank = run_ranks(_run, num_ranks)
+    x_TD, summed = _whole(0, TOKENS, IN), sum(_whole(1 + r, TOKENS, IN) for r in range(num_ranks))
+    x_TI, weight_OI, bias_O = _whole(7, TOKENS, IN), _whole(8, OUT, IN), _whole(9, OUT)
+    for found in by_rank:
+        for name in ("gathered", "transposed", "first"):
+            np.testing.assert_array_equal(found[name], x_TD)
+        np.testing.assert_array_equal(found["vector"], x_TD[:, 0])
+        np.testing.assert_array_equal(found["ag_gemm x"], x_TI)
+
+    def joined(name: str, axis: int = 0) -> NDArray[np.float64]:
+        return np.concatenate([found[name] for found in by_rank], axis)
+
+    np.testing.assert_array_equal(joined("rows"), np.arange(TOKENS))
+    for name in ("scattered", "scattered transposed", "second"):
+        np.testing.assert_allclose(joined(name), summed, rtol=0, atol=1e-14)
+    product = x_TI @ weight_OI.t()
+    np.testing.assert_allclose(joined("ag_gemm", axis=1), product + bias_O, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(joined("gemm_rs"), product, rtol=0, atol=1e-13)
+
+
+def test_without_a_group_the_tensor_itself_comes_back() -> None:
+    x_TD = _whole(0, TOKENS, IN)
+    assert all_gather(x_TD, None) is x_TD
+    assert reduce_scatter(x_TD, None) is x_TD
+    assert rank_slice(TOKENS, None) == slice(0, TOKENS)
+    weight_OI = _whole(1, OUT, IN)
+    y_TO, gathered = all_gather_gemm(x_TD, weight_OI, None, None)
+    assert gathered is x_TD
+    assert torch.equal(y_TO, gemm_reduce_scatter(x_TD, weight_OI, None))
+
+
+def _inputs_alive(rank: int, world_size: int) -> list[bool]:
+    pending = start_reduce_scatter(torch.ones(world_size, 1), dist.group.WORLD)
+    source = torch.ones(1, 1)
+    kept, gathering = weakref.ref(source), start_all_gather(source, dist.group.WORLD)
+    del source
+    before = kept() is not None
+    gathering.wait()
+    pending.wait()
+    return [before, kept() is not None, pending.wait().item() == world_size]
+
+
+def test_a_pending_keeps_its_input_until_the_collective_has_read_it() -> None:
+    assert run_ranks(_inputs_alive, 2) == [[True, False, True]] * 2
+
+
+def _uneven(rank: int, world_size: int) -> list[str]:
+    with pytest.raises(AssertionError) as caught:
+        reduce_scatter(torch.ones(3, 2), dist.group.WORLD)
+    return [str(caught.value.args[0])]
+
+
+def test_rows_that_ranks_do_not_divide_are_our_mistake() -> None:
+    (error,) = {e for found in run_ranks(_uneven, 2) for e in found}
+    assert error == "((3, 2), 2)"
