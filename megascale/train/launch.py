@@ -24,6 +24,12 @@ from megascale.errors import LaunchError
 GRACE_S = 5.0  # between asking a rank to stop and ending it
 
 
+class _Died(LaunchError):
+    """A rank ended with exit code `code` and left no reason."""
+
+    code = 1
+
+
 def launch_local(arguments: Sequence[str], num_ranks: int, logs: Path, port: int | None) -> int:
     """Run `megascale ARGUMENTS` as `num_ranks` ranks; the exit code of the job.
 
@@ -33,16 +39,26 @@ def launch_local(arguments: Sequence[str], num_ranks: int, logs: Path, port: int
     logs.mkdir(parents=True, exist_ok=True)
     for stale in logs.glob("error-rank*.json"):
         stale.unlink()
-    ranks = [_start(arguments, rank, num_ranks, port, logs) for rank in range(num_ranks)]
+    ranks: list[subprocess.Popen[bytes]] = []
+    asked: list[int] = []
 
     def pass_on(signum: int, _frame: FrameType | None) -> None:
+        asked.append(signum)
         for process in ranks:
             if process.poll() is None:
                 process.send_signal(signum)
 
     old = {s: signal.signal(s, pass_on) for s in (signal.SIGTERM, signal.SIGINT)}
     try:
+        # one by one: a signal on the way finds those that run
+        ranks.extend(_start(arguments, rank, num_ranks, port, logs) for rank in range(num_ranks))
         _wait(ranks, logs)
+    except _Died as died:
+        for signum in asked:  # where no loop was there to save and return
+            if died.code in (-signum, 128 + signum):
+                name = signal.Signals(signum).name
+                raise LaunchError(f"stopped by {name} while no step was running") from None
+        raise
     finally:
         for signum, handler in old.items():
             signal.signal(signum, handler)
@@ -104,10 +120,12 @@ def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], logs: Path) -> Laun
             what = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited {code}"
             log = logs / f"rank{rank:05d}.log"
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-            return LaunchError(
-                f"rank {rank} of {len(ranks)} {what}; all ranks were stopped. Its log {log} ends:\n"
-                f"{tail}"
+            end = f"ends:\n{tail}" if tail else "is empty"
+            died = _Died(
+                f"rank {rank} of {len(ranks)} {what}; all ranks were stopped. Its log {log} {end}"
             )
+            died.code = code
+            return died
     rank = min(reasons, key=lambda r: reasons[r]["time_ns"])
     error = LaunchError(f"rank {rank} of {len(ranks)}: {reasons[rank]['message']}")
     error.exit_code = reasons[rank]["exit_code"]

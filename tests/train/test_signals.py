@@ -50,7 +50,7 @@ def _saved_steps(run: Path) -> list[int | None]:
     return [event.step for event in incidents if event.name == "checkpoint"]
 
 
-@pytest.mark.parametrize("target", ["parent", "rank 0", "rank 1"])
+@pytest.mark.parametrize("target", ["parent", "rank 1"])
 def test_sigterm_saves_the_same_step_everywhere(tmp_path: Path, target: str) -> None:
     run = tmp_path / "run"
     with started(_arguments(run, "training.steps=100000")) as process:
@@ -81,6 +81,16 @@ def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
     assert code == 0, errors
     assert f"at step {step}\n" in output
     assert [line["step"] for line in metrics(run)] == list(range(1, step + 3))
+
+
+def test_stopped_before_it_trained(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with started(_arguments(run)) as process:
+        wait_until((run / "logs" / "rank00001.log").exists, process)
+        process.send_signal(signal.SIGTERM)
+        code, output, errors = end(process)
+    assert (code, output) == (5, "")
+    assert errors == "error: stopped by SIGTERM while no step was running\n"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
