@@ -295,13 +295,30 @@ def _measure_gradients(rank: int, groups: Groups, zero_stage: int) -> tuple[int,
 
 def test_zero_2_keeps_gradients_of_a_shard_and_of_the_buckets_in_flight() -> None:
     """bf16 parameters: 4 bytes a parameter under ZeRO-1, 4 / data ranks under ZeRO-2."""
-    for found in run_ranks(_gradient_bytes, 4):
+    for found in run_ranks(_gradient_bytes, 2):
         gradients, elements, _, _ = found[0]
         assert gradients == 4 * elements
         gradients, elements, shard, bucket = found[1]
         assert elements == 8 * bucket
-        assert shard == elements // 4
+        assert shard == elements // 2
         assert gradients == 4 * (shard + 2 * bucket)  # one is filled while one is reduced
+
+
+def _rounded(rank: int, world_size: int) -> bool:
+    """Do bf16 parameters hold the fp32 masters of all ranks, after masters have changed?"""
+    groups = _groups(Mesh(data=world_size))
+    chunk = Toy(range(2), last=False, dtype=torch.bfloat16)
+    zero = engine([chunk], groups, zero_stage=1, bucket_bytes=ALL, dtype=torch.bfloat16)
+    (bucket,) = zero.buckets
+    bucket.master.copy_(torch.linspace(rank, rank + 1, bucket.shard_elements))
+    zero.gather_parameters()
+    zero.wait_for_parameters()
+    parts = [torch.linspace(r, r + 1, bucket.shard_elements) for r in range(world_size)]
+    return torch.equal(bucket.parameters, torch.cat(parts).bfloat16())
+
+
+def test_bf16_parameters_are_the_masters_of_all_ranks_rounded() -> None:
+    assert run_ranks(_rounded, 2) == [True, True]
 
 
 # ---------------------------------------------------------------- tensor and embedding groups
