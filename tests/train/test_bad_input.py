@@ -241,6 +241,7 @@ def test_a_rank_that_finds_the_port_taken(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_rank_whose_peers_do_not_come(
     tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
