@@ -193,18 +193,18 @@ class RunConfig(Section):
         par, micro = self.parallelism, self.training.micro_batch_size
         unit = micro * data_parallel_size
         if global_batch % unit:
+            below, above = global_batch // unit * unit, (global_batch // unit + 1) * unit
             raise ConfigError(
                 f"global batch {global_batch} is not a multiple of micro_batch_size {micro} x "
                 f"data_parallel_size {data_parallel_size} = {unit}; "
-                f"nearest legal: {global_batch // unit * unit or unit} or "
-                f"{(global_batch // unit + 1) * unit}"
+                f"nearest legal: {f'{below} or {above}' if below else above}"
             )
         count = global_batch // unit
         pp = par.pipeline_parallel_size
         if count < pp:
             raise ConfigError(
-                f"{count} micro-batches cannot fill a pipeline of {pp} stages; the smallest legal "
-                f"global batch is {pp * unit}, got {global_batch}"
+                f"{count} micro-batch(es) cannot fill a pipeline of {pp} stages; the smallest "
+                f"legal global batch is {pp * unit}, got {global_batch}"
             )
         if par.schedule == "interleaved_1f1b" and count % pp:
             raise ConfigError(

@@ -8,6 +8,7 @@ peer vanished are not the news.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import signal
 import socket
@@ -91,10 +92,18 @@ def _start(
     with log:
         return subprocess.Popen(
             [sys.executable, "-m", "megascale", *arguments],
+            preexec_fn=_stop_with_parent,  # noqa: PLW1509 - this parent has no threads
             env=environment,
             stdout=None if rank == 0 else log,
             stderr=log,
         )
+
+
+def _stop_with_parent() -> None:
+    """In the new rank: SIGTERM when its parent dies, even by SIGKILL; it saves and ends."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], logs: Path) -> None:

@@ -109,6 +109,19 @@ def test_a_killed_rank_ends_all_within_seconds(tmp_path: Path, rank: int) -> Non
     assert not any(one.is_running() for one in ranks)
 
 
+def test_ranks_save_and_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with started(_arguments(run, "training.steps=100000")) as process:
+        _wait_for_steps(run, process)
+        ranks = psutil.Process(process.pid).children()
+        process.kill()
+        _, alive = psutil.wait_procs(ranks, timeout=30)
+    for rank in alive:
+        rank.kill()
+    assert not alive
+    assert len(checkpoints(run)) == 1
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a device that is not there")
 def test_an_error_of_all_ranks_is_shown_once(tmp_path: Path) -> None:
     with started(_arguments(tmp_path / "run", "training.device=cuda")) as process:
