@@ -17,7 +17,9 @@ from datetime import timedelta
 from typing import Any
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.checkpoint"])
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch.distributed.checkpoint", "torch._dynamo"]
+)
 
 
 def _entry(

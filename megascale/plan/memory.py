@@ -22,7 +22,7 @@ from megascale.plan.stages import split_layers
 from megascale.topology import Mesh
 
 _DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-_BUCKETS_IN_FLIGHT = 3  # ZeRO-2: one that backward fills and two being reduced
+_BUCKETS_IN_FLIGHT = 2  # ZeRO-2: one that backward fills and one being reduced
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def predict_memory(config: RunConfig, mesh: Mesh, stage: int) -> RankMemory:
     transfer_buffers = 1 + PREFETCH_COMPUTES + 2 * SEND_WINDOW  # activations and gradients out
     return RankMemory(
         parameter_bytes=dtype_bytes * local,
-        main_gradient_bytes=_main_gradient_bytes(config, mesh, local),
+        main_gradient_bytes=_main_gradient_bytes(config, mesh, stage, local),
         optimizer_bytes=_optimizer_bytes(training.dtype, local, mesh.data),
         activation_bytes=_activation_bytes(config, mesh, stage),
         logits_bytes=logits,
@@ -78,20 +78,26 @@ def predict_memory(config: RunConfig, mesh: Mesh, stage: int) -> RankMemory:
     )
 
 
-def _main_gradient_bytes(config: RunConfig, mesh: Mesh, local: int) -> int:
+def _main_gradient_bytes(config: RunConfig, mesh: Mesh, stage: int, local: int) -> int:
     """fp32 (fp64 for fp64): whole, or under ZeRO-2 a shard and the buckets in flight."""
     main_bytes = max(4, _DTYPE_BYTES[config.training.dtype])
     if config.parallelism.zero_stage == 1 or mesh.data == 1:
         return main_bytes * local
-    bucket = min(local, _bucket_elements(config, mesh))
+    bucket = min(local, _bucket_elements(config, mesh, stage))
     return main_bytes * (-(-local // mesh.data) + min(local, _BUCKETS_IN_FLIGHT * bucket))
 
 
-def _bucket_elements(config: RunConfig, mesh: Mesh) -> int:
-    """Parameters of a bucket: `bucket_mb` of main gradients, never less than a layer."""
+def _bucket_elements(config: RunConfig, mesh: Mesh, stage: int) -> int:
+    """Parameters of the largest bucket: `bucket_mb` of main gradients, never less than the largest
+    unit of the stage (a layer, the embedding, the head)."""
     limit = config.parallelism.bucket_mb * 1e6 / max(4, _DTYPE_BYTES[config.training.dtype])
-    layer = chunk_parameters(config.model, range(1), embed=False, head=False, num_positions=0)
-    return max(int(limit), sum(p.local_elements(mesh.tensor) for p in layer))
+    units: dict[str, int] = {}
+    for chunk in stage_chunks(config, stage):
+        for parameter in chunk:
+            first, second, *_ = parameter.name.split(".")
+            unit = f"layers.{second}" if first == "layers" else first
+            units[unit] = units.get(unit, 0) + parameter.local_elements(mesh.tensor)
+    return max(int(limit), *units.values())
 
 
 def _optimizer_bytes(dtype: str, local: int, data: int) -> int:

@@ -56,17 +56,19 @@ def test_state_bytes_a_parameter(dtype: str, parameter: int, optimizer: int) -> 
     assert memory.optimizer_bytes == optimizer * count // 4
 
 
-def test_zero_2_keeps_a_shard_and_three_buckets() -> None:
-    def gradient_bytes(bucket_mb: float) -> int:
+def test_zero_2_keeps_a_shard_and_two_buckets() -> None:
+    def gradient_bytes(bucket_mb: float, vocab_size: int = 512) -> int:
         config = _config(
-            model={"preset": "tiny-llama"},
+            model={"preset": "tiny-llama", "vocab_size": vocab_size},
             training={"dtype": "bfloat16", "global_batch_size": 8},
             parallelism={"zero_stage": 2, "bucket_mb": bucket_mb},
         )
         return predict_memory(config, Mesh(data=4), 0).main_gradient_bytes
 
     count, layer = 238_144, 43_136
-    assert gradient_bytes(0.001) == count + 4 * 3 * layer
+    assert gradient_bytes(0.001) == count + 4 * 2 * layer
+    wide_count = count + 2 * 64 * (8192 - 512)  # embedding and head, each larger than a layer
+    assert gradient_bytes(0.001, 8192) == wide_count + 4 * 2 * 64 * 8192
     assert gradient_bytes(1000.0) == count + 4 * count  # one bucket: no more than all of it
 
 
