@@ -14,7 +14,7 @@ import importlib.metadata
 import os
 import re
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -188,18 +188,13 @@ def agent_environment(variables: Mapping[str, str] | None = None) -> AgentEnviro
     return AgentEnvironment(progress_page=env.get("MEGASCALE_PROGRESS_PAGE"), epoch=epoch)
 
 
-def require_multicast_off(variables: Mapping[str, str] | None = None) -> None:
-    """LaunchError unless NVLink multicast is switched off in NCCL, torch and NVSHMEM."""
+def switch_multicast_off(variables: MutableMapping[str, str] | None = None) -> None:
+    """Switch NVLink multicast off in NCCL, torch and NVSHMEM, for this process and its children.
+
+    To be called before the first use of a CUDA device: the libraries look once.
+    """
     env = os.environ if variables is None else variables
-    wrong = [
-        f"{name} is {env.get(name, 'not set')}, must be {value}"
-        for name, value in MULTICAST_OFF.items()
-        if env.get(name) != value
-    ]
-    if wrong:
-        raise LaunchError(
-            f"NVLink multicast is not switched off: {'; '.join(wrong)}; set them before the start"
-        )
+    env.update(MULTICAST_OFF)
 
 
 def child_environment(

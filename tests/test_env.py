@@ -17,7 +17,7 @@ from megascale.env import (
     first_slurm_node,
     installed_versions,
     rank_environment,
-    require_multicast_off,
+    switch_multicast_off,
 )
 from megascale.errors import LaunchError
 
@@ -158,11 +158,9 @@ def test_agent_variables() -> None:
 
 
 def test_multicast() -> None:
-    require_multicast_off(MULTICAST_OFF)
-    with pytest.raises(LaunchError, match="NCCL_NVLS_ENABLE is 1, must be 0; set them"):
-        require_multicast_off({**MULTICAST_OFF, "NCCL_NVLS_ENABLE": "1"})
-    with pytest.raises(LaunchError, match="NVSHMEM_DISABLE_NVLS is not set"):
-        require_multicast_off(without(MULTICAST_OFF, "NVSHMEM_DISABLE_NVLS"))
+    own = {"HOME": "h", "NCCL_NVLS_ENABLE": "1"}
+    switch_multicast_off(own)
+    assert own == {"HOME": "h", **MULTICAST_OFF}
     child = child_environment({"RANK": "1"}, {"HOME": "h", "NCCL_NVLS_ENABLE": "1", "RANK": "0"})
     assert child == {"HOME": "h", "RANK": "1", **MULTICAST_OFF}
 

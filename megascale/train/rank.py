@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megascale.config import RunConfig
-from megascale.env import RankEnvironment
+from megascale.env import RankEnvironment, switch_multicast_off
 from megascale.errors import ConfigError
 from megascale.parallel.groups import initialise_world
 from megascale.telemetry.hooks import Hook
@@ -51,6 +51,7 @@ def pick_device(config: RunConfig, rank: RankEnvironment) -> torch.device:
     wanted = config.training.device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
+    switch_multicast_off()  # whoever started this rank; no kernel of ours uses it
     num_devices = torch.cuda.device_count()
     if rank.local_rank >= num_devices:
         raise ConfigError(
