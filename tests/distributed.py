@@ -34,9 +34,12 @@ def _entry(
     import torch
     import torch.distributed as dist
 
+    from megascale.env import switch_multicast_off
+
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     if cuda:
+        switch_multicast_off()
         torch.cuda.set_device(rank)
     try:
         dist.init_process_group(
