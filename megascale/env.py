@@ -42,7 +42,6 @@ class RankEnvironment:
     master_addr: str | None = None
     master_port: int | None = None
     launcher: Literal["none", "torchrun", "srun"] = "none"
-    agent_store: bool = False  # torchrun's agent already serves the store at the master address
 
     def __post_init__(self) -> None:
         got = f"rank {self.global_rank} of {self.world_size}"
@@ -112,7 +111,6 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnvironment:
         master_addr=env.get("MASTER_ADDR"),
         master_port=_integer(env, "MASTER_PORT") if "MASTER_PORT" in env else None,
         launcher="torchrun",
-        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 

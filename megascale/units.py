@@ -96,11 +96,6 @@ def format_count(number: float) -> str:
     return _scaled(number, ("", "K", "M", "B", "T"))
 
 
-def format_flops(flops: float) -> str:
-    """Decimal units, three significant digits: 1.0774e12 -> '1.08 TFLOP'."""
-    return _scaled(flops, (" FLOP", " KFLOP", " MFLOP", " GFLOP", " TFLOP", " PFLOP", " EFLOP"))
-
-
 def _scaled(number: float, units: tuple[str, ...]) -> str:
     index = 0
     while abs(number) >= 999.5 and index < len(units) - 1:

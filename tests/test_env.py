@@ -53,7 +53,7 @@ def test_no_launcher_is_a_world_of_one() -> None:
 
 def test_torchrun() -> None:
     got = rank_environment(TORCHRUN)
-    assert got == RankEnvironment(5, 8, 1, 4, "node0", 29500, "torchrun", agent_store=True)
+    assert got == RankEnvironment(5, 8, 1, 4, "node0", 29500, "torchrun")
     assert got.rendezvous == ("node0", 29500)
 
 

@@ -10,7 +10,6 @@ from megascale.units import (
     flops_per_token,
     format_bytes,
     format_count,
-    format_flops,
     matmul_parameters,
     mfu,
     peak_tflops,
@@ -135,4 +134,3 @@ def test_formatting() -> None:
         "175B",
         "1.00M",
     ]
-    assert format_flops(1.077386674e12) == "1.08 TFLOP"

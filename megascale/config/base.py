@@ -11,7 +11,9 @@ from pydantic import BaseModel, ConfigDict, model_validator
 class Section(BaseModel):
     """A section of the run configuration. Unknown keys are refused with the nearest valid name."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -35,11 +35,14 @@ def parse_config(values: dict[str, Any]) -> RunConfig:
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"recipe {path} does not exist; give a TOML file, see recipes/")
-    text = path.read_text()
     try:
-        return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {path} does not parse: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"recipe {path} holds a {type(values).__name__}, not sections of keys")
+    return values
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

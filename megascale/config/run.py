@@ -21,7 +21,9 @@ from megascale.topology import Mesh
 class JobConfig(Section):
     """Where a run writes, and what it is called."""
 
-    run_dir: str = Field("runs/default", description="one run a folder; resume is explicit")
+    run_dir: str = Field(
+        "runs/default", min_length=1, description="one run a folder; resume is explicit"
+    )
     description: str = ""
 
 
@@ -119,6 +121,12 @@ class RunConfig(Section):
         self._check_tensor_parallel()
         self._check_pipeline()
         self._check_positions()
+        self._check_learning_rate()
+        if self.checkpoint.initial_load_in_hf and not self.checkpoint.initial_load_path:
+            raise ValueError(
+                "checkpoint.initial_load_in_hf is true without checkpoint.initial_load_path; name "
+                "the Hugging Face folder there"
+            )
         return self
 
     def _check_tensor_parallel(self) -> None:
@@ -157,6 +165,15 @@ class RunConfig(Section):
             raise ValueError(
                 f"training.seq_len {self.training.seq_len} is longer than the {rows} learned "
                 "positions of model.max_seq_len; raise max_seq_len or shorten seq_len"
+            )
+
+    def _check_learning_rate(self) -> None:
+        schedule = self.lr_scheduler
+        if schedule.decay_steps is not None and schedule.decay_steps <= schedule.warmup_steps:
+            raise ValueError(
+                f"lr_scheduler.decay_steps {schedule.decay_steps} is not behind "
+                f"lr_scheduler.warmup_steps {schedule.warmup_steps}; decay_steps counts from step "
+                "0 and is where the minimum is reached: raise it, or leave it out"
             )
 
     @property

@@ -29,7 +29,7 @@ class TrainingConfig(Section):
         "float32", description="parameters and compute; bfloat16 keeps fp32 master weights"
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    seed: int = Field(1234, ge=0)
+    seed: int = Field(1234, ge=0, lt=2**63)
     gc_freq: int = Field(50, ge=1, description="steps between garbage collections, on all ranks")
     nonfinite_policy: Literal["skip", "stop", "rollback"] = Field(
         "skip", description="a step with a non-finite gradient norm is never applied; then: ..."

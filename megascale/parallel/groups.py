@@ -37,10 +37,6 @@ class Groups:
     creation_s: dict[str, float] = field(default_factory=dict)
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.coordinates.pp_rank == 0
-
-    @property
     def is_last_stage(self) -> bool:
         return self.coordinates.pp_rank == self.mesh.pipeline - 1
 
@@ -83,19 +79,25 @@ def initialise_world(
 ) -> None:
     """Join the default process group. Raises LaunchError naming the address when peers are late.
 
-    The group is not bound to the device: NCCL would then split every new group from it, which all
-    ranks must join, and here each rank creates only its own groups.
+    Joining may take `comm.init_timeout_s`; every collective after it, `comm.timeout_s`. The group
+    is not bound to the device: NCCL would then split every new group from it, which all ranks must
+    join, and here each rank creates only its own groups.
     """
     backend = comm.backend
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
+    join_timeout = timedelta(seconds=comm.init_timeout_s)
     try:
+        store, _, _ = next(
+            dist.rendezvous(init_method, rank=rank, world_size=world_size, timeout=join_timeout)
+        )
+        store.set_timeout(join_timeout)
         dist.init_process_group(
             backend,
-            init_method=init_method,
+            store=dist.PrefixStore("world", store),
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=comm.init_timeout_s),
+            timeout=timedelta(seconds=comm.timeout_s),
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise LaunchError(

@@ -197,7 +197,8 @@ class ShardedDataParallel:
     def _wait_for_parameters(self, bucket: Bucket) -> None:
         pending = self._gathering.pop(bucket.name, None)
         if pending is not None:
-            pending.wait()
+            with self.span("param_gather", op="wait", bucket=bucket.name):
+                pending.wait()
 
     def _provide_buffers(self, chunk: int, unit: int) -> None:
         """ZeRO-2: give the buckets whose backward begins with `unit` a zeroed gradient buffer."""

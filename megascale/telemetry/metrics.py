@@ -31,7 +31,6 @@ class Metrics:
 
     step: int
     loss: float | None = None  # mean over all valid tokens of the global batch
-    max_loss: float | None = None  # of the worst data-parallel rank
     validation_loss: float | None = None
     grad_norm: float | None = None
     lr: float | None = None
@@ -83,7 +82,6 @@ class Throughput:
 # field -> (TensorBoard's name, what a value is multiplied with)
 _TENSORBOARD: dict[str, tuple[str, float]] = {
     "loss": ("loss_metrics/global_avg_loss", 1),
-    "max_loss": ("loss_metrics/global_max_loss", 1),
     "validation_loss": ("validation_metrics/loss", 1),
     "grad_norm": ("grad_norm", 1),
     "lr": ("lr", 1),

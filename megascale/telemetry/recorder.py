@@ -90,7 +90,13 @@ class OpenSpan:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is not None and self.recorder.failed_in is None:
+            self.recorder.failed_in = self
         self.end()
+
+    def __str__(self) -> str:
+        said = ", ".join(f"{key} {value}" for key, value in self.fields.items())
+        return f"{self.name} ({said})" if said else self.name
 
 
 @dataclass(slots=True)
@@ -137,6 +143,7 @@ class Recorder:
         self._num_pending = self._num_dropped = self._num_dropped_said = 0
         self._num_requested = 0
         self._step: int | None = None
+        self.failed_in: OpenSpan | None = None  # the innermost span that an error left first
 
     def span(
         self, name: str, /, *, stream: str = "compute", host: bool = False, **fields: Any

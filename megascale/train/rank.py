@@ -9,9 +9,12 @@ import torch.distributed as dist
 
 from megascale.config import RunConfig
 from megascale.env import RankEnvironment, switch_multicast_off
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, LaunchError
 from megascale.parallel.groups import initialise_world
 from megascale.telemetry.hooks import Hook
+from megascale.telemetry.recorder import Recorder
+from megascale.topology import Mesh
+from megascale.train.agreement import check_agreement
 from megascale.train.assemble import assemble
 from megascale.train.loop import Loop
 from megascale.train.recording import open_recorder
@@ -36,14 +39,39 @@ def run_rank(
             device=device,
             init_method=f"tcp://{host}:{port}",
         )
+        check_agreement(config)
     try:
         with open_recorder(config, rank, mesh, device, folder, hooks) as recorder:
-            with recorder.span("init", host=True):
-                assembly = assemble(config, mesh, device, span=recorder.span)
-            Loop(assembly, folder, recorder).run(resume=resume)
+            try:
+                with recorder.span("init", host=True):
+                    assembly = assemble(config, mesh, device, span=recorder.span)
+                Loop(assembly, folder, recorder).run(resume=resume)
+            except RuntimeError as error:
+                raise _explained(error, recorder, rank, mesh) from error
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _explained(
+    error: RuntimeError, recorder: Recorder, rank: RankEnvironment, mesh: Mesh
+) -> RuntimeError | LaunchError:
+    """A collective that failed or passed its deadline, told with its place; else the error."""
+    if rank.world_size == 1 or (not isinstance(error, dist.DistError) and not _of_peers(error)):
+        return error
+    place = mesh.coordinates(rank.global_rank)
+    return LaunchError(
+        f"rank {rank.global_rank} of {rank.world_size} (tensor {place.tp_rank}, data "
+        f"{place.dp_rank}, pipeline {place.pp_rank}) failed in {recorder.failed_in}: {error}; a "
+        "peer died, is stuck or slow: compare the ranks' logs (RUN/logs) and their last events "
+        "(RUN/telemetry). The deadline is comm.timeout_s"
+    )
+
+
+def _of_peers(error: RuntimeError) -> bool:
+    """gloo raises plain RuntimeErrors; these words are in those that peers cause."""
+    said = str(error).lower()
+    return any(word in said for word in ("timed out", "connection", "peer", "socket"))
 
 
 def pick_device(config: RunConfig, rank: RankEnvironment) -> torch.device:

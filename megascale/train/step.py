@@ -77,7 +77,8 @@ def train_step(
     with assembly.span("optimizer"):
         update = assembly.optimizer.step(lr, grad_scale=nominal / num_valid.clamp(min=1.0))
     zero.gather_parameters()
-    summary = torch.stack([loss_sum / num_valid, update.norm, update.found_inf.double(), votes])
+    loss = loss_sum / num_valid.clamp(min=1.0)  # a batch that is masked whole has loss 0
+    summary = torch.stack([loss, update.norm, update.found_inf.double(), votes])
     return StepOutcome(HostCopy(summary), update)
 
 
@@ -110,6 +111,7 @@ def _world_sums(assembly: Assembly, wants_stop: bool) -> tuple[Tensor, Tensor, T
         ]
     )
     if assembly.mesh.world_size > 1:
-        dist.all_reduce(sums)
+        with assembly.span("world_sums", op="all_reduce", group="world"):
+            dist.all_reduce(sums)
     loss_sum, num_valid, votes = sums.unbind()
     return loss_sum, num_valid, votes

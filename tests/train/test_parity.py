@@ -23,6 +23,7 @@ FACTORS: dict[str, list[Any]] = {
     "pp": [1, 2, 4],
     "vp": [1, 2],
     "zero": [1, 2],
+    "mbs": [1, 2],
     "transfers": ["decoupled", "coupled"],
     "family": ["gpt", "llama", "qwen"],
     "block": ["serial", "parallel"],
@@ -37,7 +38,8 @@ FACTORS: dict[str, list[Any]] = {
 LAYOUT = ("tp", "dp", "pp", "vp", "zero")
 FAMILY = {
     "gpt": "model.norm=layernorm model.activation=gelu model.position=learned model.bias=all",
-    "llama": "model.norm=rmsnorm model.activation=swiglu model.position=rope model.bias=none",
+    "llama": "model.norm=rmsnorm model.activation=swiglu model.position=rope model.bias=none "
+    "model.num_heads=8 model.num_kv_heads=4",
     "qwen": "model.norm=rmsnorm model.activation=swiglu model.bias=qkv model.qk_norm=true",
 }
 
@@ -48,7 +50,7 @@ def _feasible(case: Case) -> bool:
         1 < ranks <= 8
         and (case["vp"] == 1 or case["pp"] > 1)
         and not (case["family"] == "qwen" and case["block"] == "parallel")
-        and 8 // case["dp"] >= case["pp"]
+        and 8 // (case["dp"] * case["mbs"]) >= case["pp"]
     )
 
 
@@ -58,6 +60,7 @@ ALL_THREE = {
     "pp": 2,
     "vp": 2,
     "zero": 2,
+    "mbs": 1,
     "transfers": "decoupled",
     "family": "gpt",
     "block": "parallel",
@@ -107,8 +110,11 @@ def test_the_cover_is_short() -> None:
 def test_gradients_equal_one_process(case: Case) -> None:
     options = (*_overrides(case), "training.dtype=float64")
     layout = {key: case[key] for key in LAYOUT}
-    transfers = f"parallelism.pipeline_transfers={case['transfers']}"
-    outcomes = run_layout(layout, [*options, transfers], 3, ragged=case["ragged"])
+    execution = [
+        f"parallelism.pipeline_transfers={case['transfers']}",
+        f"training.micro_batch_size={case['mbs']}",
+    ]
+    outcomes = run_layout(layout, [*options, *execution], 3, ragged=case["ragged"])
     reference = _reference(options, 3, case["ragged"])
     expected, got = join([reference]), join(outcomes)
     assert got.keys() == expected.keys()
