@@ -7,6 +7,7 @@ variables the same command line is one rank.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -34,7 +35,8 @@ def start_training(
 ) -> None:
     """The verb. Raises MegascaleError with what the user should read."""
     rank = rank_environment()
-    config = _load(recipe, overrides)
+    recipe, overrides = _resolve_run_folder(recipe, overrides)
+    config = load_config(recipe, overrides)
     if dry_run:  # needs the data for nothing but a vocabulary that the recipe leaves out
         sized = config if config.model.vocab_size else resolve_vocabulary(config)
         _print_plan(sized, nproc or rank.world_size)
@@ -61,10 +63,15 @@ def start_training(
     launch_local(arguments, num_ranks, folder.logs, master_port)
 
 
-def _load(recipe: Path, overrides: Sequence[str]) -> RunConfig:
-    if recipe.is_dir():
-        recipe = RunFolder(recipe).config_file
-    return load_config(recipe, overrides)
+def _resolve_run_folder(recipe: Path, overrides: Sequence[str]) -> tuple[Path, list[str]]:
+    """The recipe's file and the overrides. A folder given as recipe is the run's, wherever it was.
+
+    Its config.json remembers the folder of the first start, which may have been moved or copied.
+    """
+    if not recipe.is_dir():
+        return recipe, list(overrides)
+    here = [f"job.run_dir={json.dumps(str(recipe), ensure_ascii=False)}"]  # a string of TOML
+    return RunFolder(recipe).config_file, [*here, *overrides]  # the last one wins
 
 
 def _check_initial_weights(config: RunConfig) -> None:
