@@ -85,6 +85,9 @@ def assemble(
         logger.info("tensor-parallel operators: %s form", choose_mode(par.flux))
     tied_over_stages = config.model.tie_embeddings and mesh.pipeline > 1
     groups = create_groups(mesh, tied_embeddings=tied_over_stages, timeout_s=config.comm.timeout_s)
+    if groups.creation_s:
+        times = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in groups.creation_s.items())
+        logger.info("process groups created: %s", times)
     place = groups.coordinates
     tp = TensorParallel(groups.tensor, place.tp_rank, mesh.tensor, span)
     layers = split_layers(config.model.num_layers, par.num_chunks)

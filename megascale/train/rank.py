@@ -47,7 +47,9 @@ def run_rank(
                     assembly = assemble(config, mesh, device, span=recorder.span)
                 Loop(assembly, folder, recorder).run(resume=resume)
             except RuntimeError as error:
-                raise _explained(error, recorder, rank, mesh) from error
+                if rank.world_size > 1 and _is_of_peers(error):
+                    raise _explained(error, recorder, rank, mesh) from error
+                raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -55,10 +57,8 @@ def run_rank(
 
 def _explained(
     error: RuntimeError, recorder: Recorder, rank: RankEnvironment, mesh: Mesh
-) -> RuntimeError | LaunchError:
-    """A collective that failed or passed its deadline, told with its place; else the error."""
-    if rank.world_size == 1 or (not isinstance(error, dist.DistError) and not _of_peers(error)):
-        return error
+) -> LaunchError:
+    """A collective that failed or passed its deadline, told with its place."""
     place = mesh.coordinates(rank.global_rank)
     return LaunchError(
         f"rank {rank.global_rank} of {rank.world_size} (tensor {place.tp_rank}, data "
@@ -68,10 +68,10 @@ def _explained(
     )
 
 
-def _of_peers(error: RuntimeError) -> bool:
+def _is_of_peers(error: RuntimeError) -> bool:
     """gloo raises plain RuntimeErrors; these words are in those that peers cause."""
-    said = str(error).lower()
-    return any(word in said for word in ("timed out", "connection", "peer", "socket"))
+    words = ("timed out", "connection", "peer", "socket")
+    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
 
 
 def pick_device(config: RunConfig, rank: RankEnvironment) -> torch.device:
