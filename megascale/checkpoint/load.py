@@ -19,7 +19,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 
 from megascale.checkpoint.agree import Ranks
-from megascale.checkpoint.manifest import Manifest, hash_file, list_checkpoints, read_manifest
+from megascale.checkpoint.manifest import (
+    MARK,
+    Manifest,
+    hash_file,
+    list_checkpoints,
+    read_manifest,
+)
 from megascale.checkpoint.pieces import Piece
 from megascale.checkpoint.planner import PieceLoadPlanner
 from megascale.errors import CheckpointError
@@ -33,10 +39,12 @@ def find_latest(root: Path, *, group: dist.ProcessGroup | None = None) -> Path |
     Interrupted and corrupt ones are skipped with a warning; None if none is left.
     """
     ranks = Ranks(group)
-    committed, unmarked = ranks.writer_does(lambda: list_checkpoints(root))
-    for path in unmarked:
+    listing = ranks.writer_does(lambda: list_checkpoints(root))
+    for path in listing.interrupted:
         _warn(ranks, f"skipping {path}: no commit mark, its save was interrupted")
-    for path in committed:
+    for path in listing.damaged:
+        _warn(ranks, f"skipping {path}: {MARK} is missing or damaged; its data stays untouched")
+    for path in listing.committed:
         try:
             verify(path, group=group)
         except CheckpointError as error:

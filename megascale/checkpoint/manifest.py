@@ -6,8 +6,9 @@
 
 Invariants:
 1. A directory is never reused. Saving a step again makes `step-00000100.1`, then `.2`, ...
-2. The mark is written last, by one writer, after everything else is durable. A directory without
-   a valid mark is the leftover of an interrupted save and is never loaded.
+2. The mark is written last, by one writer, after everything else is durable; the manifest just
+   before it. A directory without a valid mark is never loaded. Without a manifest too it is the
+   leftover of an interrupted save; with one its data may be whole, so nothing here deletes it.
 3. *Newest* means committed last (the save number in the mark), not the highest step: after a
    roll-back, or a resume from an older one, a restart must not return to the abandoned branch.
 """
@@ -21,7 +22,7 @@ import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megascale.checkpoint.durable import fsync_path, write_durably
 from megascale.errors import CheckpointError
@@ -63,6 +64,19 @@ class Manifest:
         return Manifest(content["step"], content["meta"], files)
 
 
+class Listing(NamedTuple):
+    """The checkpoint directories of a folder.
+
+    committed    with a readable mark, newest first
+    interrupted  neither mark nor manifest: leftovers, in name order
+    damaged      the mark does not read, or is gone while the manifest is there; in name order
+    """
+
+    committed: list[Path]
+    interrupted: list[Path]
+    damaged: list[Path]
+
+
 def hash_file(path: Path) -> SavedFile:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -96,16 +110,17 @@ def commit(directory: Path, manifest: Manifest) -> None:
             )
     data = manifest.encode()
     write_durably(directory / MANIFEST, data)
-    committed, _ = list_checkpoints(directory.parent)
+    committed = list_checkpoints(directory.parent).committed
     number = 1 + max((_read_mark(path)[0] for path in committed), default=0)
     mark = {"number": number, "manifest_sha256": hashlib.sha256(data).hexdigest()}
     write_durably(directory / MARK, json.dumps(mark).encode())
 
 
 def discard(directory: Path) -> None:
-    """Delete a checkpoint; the mark goes first, so that a kill on the way leaves a leftover."""
-    (directory / MARK).unlink(missing_ok=True)
-    fsync_path(directory)
+    """Delete a checkpoint; mark and manifest go first, so that a kill leaves a leftover."""
+    for name in (MARK, MANIFEST):
+        (directory / name).unlink(missing_ok=True)
+        fsync_path(directory)
     shutil.rmtree(directory)
 
 
@@ -116,21 +131,23 @@ def name_order(directory: Path) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 0)
 
 
-def list_checkpoints(root: Path) -> tuple[list[Path], list[Path]]:
-    """(committed, newest first; without a readable mark, in name order). No file is hashed."""
+def list_checkpoints(root: Path) -> Listing:
+    """What lies in `root`. No file is hashed."""
     if not root.is_dir():
-        return [], []
+        return Listing([], [], [])
     numbered: list[tuple[int, tuple[int, int], Path]] = []
-    unmarked: list[Path] = []
+    interrupted: list[Path] = []
+    damaged: list[Path] = []
     for path in root.iterdir():
         if not (_NAME.fullmatch(path.name) and path.is_dir()):
             continue
         try:
             numbered.append((_read_mark(path)[0], name_order(path), path))
         except CheckpointError:
-            unmarked.append(path)
+            kind = damaged if (path / MARK).exists() or (path / MANIFEST).exists() else interrupted
+            kind.append(path)
     committed = [path for _, _, path in sorted(numbered, reverse=True)]
-    return committed, sorted(unmarked, key=name_order)
+    return Listing(committed, sorted(interrupted, key=name_order), sorted(damaged, key=name_order))
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -155,8 +172,14 @@ def _read_mark(directory: Path) -> tuple[int, str]:
         mark = json.loads((directory / MARK).read_bytes())
         return int(mark["number"]), str(mark["manifest_sha256"])
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{directory} has no commit mark: its save was interrupted; use another one"
-        ) from None
+        why = (
+            f"{MARK} is missing though {MANIFEST} is there; put it back from a copy, or"
+            if (directory / MANIFEST).exists()
+            else "its save was interrupted;"
+        )
+        raise CheckpointError(f"{directory} has no commit mark: {why} use another one") from None
     except (ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{directory}: the commit mark is damaged; use another one") from None
+        raise CheckpointError(
+            f"{directory}: the commit mark {MARK} is damaged; put it back from a copy, or use "
+            "another one"
+        ) from None

@@ -24,10 +24,11 @@ def apply_retention(
     Kept: the `keep_latest_k` committed last; what is in `protect` (the one loaded from); if none of
     these verifies, the newest older one that does. `known_good` (the one saved just now) spares
     hashing it again. Leftovers of interrupted saves go if their name is older than the newest
-    committed one's. What cannot be deleted is reported and left.
+    committed one's; those with a manifest but no readable mark stay, their data may be whole. What
+    cannot be deleted is reported and left.
     """
     assert keep_latest_k >= 1, keep_latest_k
-    committed, unmarked = list_checkpoints(root)
+    committed, interrupted, _ = list_checkpoints(root)
     if not committed:
         return []
     protected = {path.resolve() for path in protect}
@@ -41,7 +42,7 @@ def apply_retention(
         good = next((path for path in doomed if _is_good(path, known_good)), None)
         logger.warning("none of the last %d checkpoints verifies; keeping %s", keep_latest_k, good)
         doomed = [path for path in doomed if path != good] if good else []
-    doomed += [path for path in unmarked if name_order(path) < name_order(committed[0])]
+    doomed += [path for path in interrupted if name_order(path) < name_order(committed[0])]
     return [path for path in doomed if _delete(path)]
 
 

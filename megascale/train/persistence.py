@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -16,6 +18,8 @@ from megascale.checkpoint import (
     read_meta,
     save_checkpoint,
 )
+from megascale.checkpoint.agree import Ranks
+from megascale.checkpoint.durable import write_durably
 from megascale.checkpoint.manifest import list_checkpoints
 from megascale.checkpoint.saved_model import find_checkpoint
 from megascale.errors import CheckpointError
@@ -48,6 +52,8 @@ class Persistence:
         self.recorder = recorder
         self._data = data_identity(assembly.config)
         self._group = _control_group(assembly)
+        self._ranks = Ranks(self._group)
+        self._last_file = folder.path / "last_checkpoint.json"
         self._loaded_from: Path | None = None
         self._saved: Progress | None = None
 
@@ -83,12 +89,42 @@ class Persistence:
 
     def _refuse_if_any_was_committed(self) -> None:
         """Starting anew beside damaged checkpoints would rotate them out."""
-        committed, _ = list_checkpoints(self.folder.checkpoints)
-        if committed:
+        listing = self._ranks.writer_does(lambda: list_checkpoints(self.folder.checkpoints))
+        num_damaged = len(listing.committed) + len(listing.damaged)
+        if num_damaged:
             raise CheckpointError(
-                f"none of the {len(committed)} checkpoints in {self.folder.checkpoints} is whole; "
-                "restore one from a copy, or start a new run with --set job.run_dir=ANOTHER"
+                f"none of the {num_damaged} checkpoints in {self.folder.checkpoints} is whole "
+                "(the warnings above say why); restore what they lack from a copy, or start a new "
+                "run with --set job.run_dir=ANOTHER"
             )
+        last = self._ranks.writer_does(self._last_saved)
+        if last is not None:
+            raise CheckpointError(
+                f"this run saved step {last}, but {self.folder.checkpoints} holds no checkpoint; "
+                "mount its storage or put the checkpoints back, or start a new run with "
+                "--set job.run_dir=ANOTHER"
+            )
+
+    def _last_saved(self) -> int | None:
+        """The step of the last checkpoint that this run committed, told by its folder."""
+        try:
+            return int(json.loads(self._last_file.read_bytes())["step"])
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError):
+            raise CheckpointError(
+                f"{self._last_file} is damaged, so this run did save a checkpoint, but "
+                f"{self.folder.checkpoints} holds none; put the checkpoints back, or start a new "
+                "run with --set job.run_dir=ANOTHER"
+            ) from None
+
+    def _remember(self, step: int, path: Path) -> None:
+        """Written beside the checkpoints' folder, which may be another storage that goes away."""
+        record = {"step": step, "name": path.name}
+        try:
+            write_durably(self._last_file, json.dumps(record).encode() + b"\n")
+        except OSError as error:
+            logger.warning("%s was not written: %s", self._last_file, error)
 
     def roll_back(self) -> Progress:
         """The newest good checkpoint of this run. Raises CheckpointError where there is none."""
@@ -122,6 +158,7 @@ class Persistence:
         self._saved = replace(progress)
         self.recorder.checkpoint(progress.step, str(path))
         if self.assembly.is_writer:
+            self._remember(progress.step, path)
             protect = [self._loaded_from] if self._loaded_from else []
             apply_retention(
                 self.folder.checkpoints,
@@ -158,4 +195,5 @@ def _control_group(assembly: Assembly) -> dist.ProcessGroup | None:
         return None
     if dist.get_backend() == "gloo":
         return dist.group.WORLD
-    return dist.new_group(backend="gloo")
+    timeout = timedelta(seconds=assembly.config.comm.timeout_s)
+    return dist.new_group(backend="gloo", timeout=timeout)

@@ -104,8 +104,11 @@ def _flip_a_byte(path: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "mark missing": (lambda p: (p / "COMMITTED").unlink(), "no commit mark"),
-    "mark damaged": (lambda p: (p / "COMMITTED").write_text("{"), "no commit mark"),
+    "mark missing": (lambda p: (p / "COMMITTED").unlink(), "COMMITTED is missing or damaged"),
+    "mark damaged": (
+        lambda p: (p / "COMMITTED").write_text("{"),
+        "COMMITTED is missing or damaged",
+    ),
     "manifest missing": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
     "manifest changed": (lambda p: _flip_a_byte(p / "manifest.json"), "manifest.json was changed"),
     "data truncated": (
@@ -129,6 +132,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(
     assert find_latest(tmp_path) == older
     assert message in caplog.text
     assert newer.name in caplog.text
+    assert "interrupted" not in caplog.text
     with pytest.raises(CheckpointError):
         verify(newer)
     assert _loaded_step(older) == 1.0

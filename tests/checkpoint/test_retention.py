@@ -9,6 +9,7 @@ import torch
 
 from megascale.checkpoint import apply_retention, find_latest, save_checkpoint
 from megascale.checkpoint import retention as retention_module
+from megascale.checkpoint.manifest import list_checkpoints
 from tests.checkpoint.layouts import whole
 
 
@@ -71,6 +72,16 @@ def test_leftovers_older_than_the_newest_committed_go(tmp_path: Path) -> None:
         (tmp_path / name / "__0_0.distcp").write_bytes(b"half")
     apply_retention(tmp_path, 3)
     assert _names(tmp_path) == ["10", "20.1", "30", "30.1", "40"]
+
+
+@pytest.mark.parametrize("mark", [None, "xx\n"])
+def test_a_checkpoint_whose_mark_is_lost_stays(tmp_path: Path, mark: str | None) -> None:
+    paths = _save(tmp_path, 10, 20, 30)
+    (paths[0] / "COMMITTED").unlink()
+    if mark is not None:
+        (paths[0] / "COMMITTED").write_text(mark)
+    assert apply_retention(tmp_path, 1) == [paths[1]]
+    assert list_checkpoints(tmp_path) == ([paths[2]], [], [paths[0]])
 
 
 def test_leftovers_stay_while_nothing_is_committed(tmp_path: Path) -> None:

@@ -113,10 +113,39 @@ def test_no_new_start_beside_damaged_checkpoints(
     assert tree(run / "checkpoints") == saved
 
 
+@pytest.mark.parametrize("mark", [None, "xx\n"])
+def test_no_new_start_beside_a_checkpoint_whose_mark_is_lost(
+    run: Path, monkeypatch: Patch, capsys: Capture, mark: str | None
+) -> None:
+    (checkpoint,) = list_checkpoints(run / "checkpoints").committed
+    (checkpoint / "COMMITTED").unlink()
+    if mark is not None:
+        (checkpoint / "COMMITTED").write_text(mark)
+    saved = tree(run / "checkpoints")
+    assert train_here(monkeypatch, run, more=("--resume",)) == 4
+    assert "none of the 1 checkpoints in" in capsys.readouterr().err
+    assert tree(run / "checkpoints") == saved
+
+
+@pytest.mark.parametrize("record", ["as written", "damaged"])
+def test_no_new_start_where_the_checkpoints_vanished(
+    run: Path, monkeypatch: Patch, capsys: Capture, record: str
+) -> None:
+    shutil.rmtree(run / "checkpoints")
+    if record == "damaged":
+        (run / "last_checkpoint.json").write_text("{")
+    before = metrics(run)
+    assert train_here(monkeypatch, run, more=("--resume",)) == 4
+    told = "this run saved step 2, but" if record == "as written" else "is damaged, so this run"
+    assert told in capsys.readouterr().err
+    assert metrics(run) == before
+
+
 def test_killed_before_its_first_checkpoint_a_run_starts_anew(
     run: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.rmtree(run / "checkpoints")
+    (run / "last_checkpoint.json").unlink()
     assert train_here(monkeypatch, run, more=("--resume",)) == 0
     assert "no committed checkpoint in" in caplog.text
     assert [line["step"] for line in metrics(run)] == [1, 2, 1, 2]
