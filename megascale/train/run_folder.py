@@ -6,25 +6,36 @@
     checkpoints/       step-N folders                logs/        output of local ranks
     tokenizer.json     (and tokenizer_config.json) copied from the data, so that the folder alone
                        can generate and export
+    lock               held by rank 0 as long as it lives; names its host and process
 
-A folder holds one run. Starting in a folder that holds one is refused unless resume is asked for.
+A folder holds one run. Starting in a folder that holds one is refused unless resume is asked for,
+and so is starting where a process is training.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megascale import __version__
 from megascale.config import RunConfig, load_config
-from megascale.env import installed_versions
+from megascale.env import hostname, installed_versions
 from megascale.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+_FOLDERS = ("checkpoints", "logs", "tb", "telemetry")
+_FILES = ("config.json", "lock", "metrics.jsonl", "run.json", "tokenizer.json")
 
 
 class RunFolder:
@@ -37,6 +48,7 @@ class RunFolder:
         self.tokenizer_file = self.path / "tokenizer.json"
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
+        self.lock_file = self.path / "lock"
 
     @property
     def exists(self) -> bool:
@@ -45,8 +57,41 @@ class RunFolder:
     def check(self, *, resume: bool) -> None:
         """Refuse a folder that holds a run unless `resume`, and resuming where there is none.
 
-        Also one that cannot be made.
+        Also one that cannot be made or written, and one that somebody trains in.
         """
+        self._check_kinds()
+        self._check_run(resume=resume)
+        self._check_writable()
+        if self.lock_file.exists():
+            with self.lock_file.open() as file:
+                self._lock(file.fileno(), fcntl.LOCK_SH)
+
+    @contextmanager
+    def hold(self, *, resume: bool) -> Iterator[None]:
+        """Check, then keep every other process from training here. Called by rank 0.
+
+        The system releases the lock when the process dies, however it dies.
+        """
+        self.check(resume=resume)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise CheckpointError(
+                f"the run folder {self.path} cannot be written: {error}; free space or mend its "
+                "permissions, what it held is untouched"
+            ) from error
+        try:
+            self._lock(descriptor, fcntl.LOCK_EX)
+            self._check_run(resume=resume)  # again: who held the lock may have left a run
+            with suppress(OSError):  # a full disk costs the name of the holder, not the lock
+                os.truncate(descriptor, 0)
+                os.write(descriptor, f"{hostname()} process {os.getpid()}\n".encode())
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _check_run(self, *, resume: bool) -> None:
         if self.exists and not resume:
             raise ConfigError(
                 f"{self.path} already holds a run; continue it with --resume, or start a new one "
@@ -58,9 +103,43 @@ class RunFolder:
                 "set job.run_dir to the folder of the run"
             )
 
+    def _lock(self, descriptor: int, kind: int) -> None:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = self.lock_file.read_text().strip() or "another process"
+            raise ConfigError(
+                f"{self.path} is in use: {holder} trains there; stop it first, or start another "
+                "run with --set job.run_dir=ANOTHER"
+            ) from None
+        except OSError as error:
+            logger.warning(
+                "%s cannot be locked (%s): nothing keeps a second start away", self.path, error
+            )
+
+    def _check_kinds(self) -> None:
+        for names, right, wrong in ((_FOLDERS, Path.is_dir, "file"), (_FILES, Path.is_file, "")):
+            for path in (self.path / name for name in names):
+                if path.exists() and not right(path):
+                    raise ConfigError(
+                        f"{path} is a {wrong or 'folder'}, a run needs a "
+                        f"{'folder' if wrong else 'file'} of that name; move it away, or set "
+                        "job.run_dir to another folder"
+                    )
+
+    def _check_writable(self) -> None:
         there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            why = "may not be written to" if there.is_dir() else "is a file"
+        why = None
+        if not there.is_dir():
+            why = "is a file"
+        elif not os.access(there, os.W_OK):
+            why = "may not be written to"
+        elif there != self.path:
+            try:  # some folders refuse, whatever their permissions say
+                tempfile.TemporaryDirectory(dir=there).cleanup()
+            except OSError as error:
+                why = f"takes no folder ({error.strerror})"
+        if why is not None:
             raise ConfigError(
                 f"the run folder {self.path} cannot be made: {there} {why}; name another one with "
                 "--set job.run_dir=ANOTHER"
@@ -84,7 +163,7 @@ class RunFolder:
 
         self.path.mkdir(parents=True, exist_ok=True)
         write_durably(self.config_file, config.model_dump_json(indent=2).encode() + b"\n")
-        starts = json.loads(self.run_file.read_text())["starts"] if self.run_file.exists() else []
+        starts = self._earlier_starts()
         starts.append(
             {
                 "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -102,6 +181,18 @@ class RunFolder:
             if file.exists() and not (self.path / file.name).exists():
                 shutil.copyfile(file, self.path / file.name)
 
+    def _earlier_starts(self) -> list[object]:
+        """The history so far. One that cannot be read is set aside: nothing depends on it."""
+        if not self.run_file.exists():
+            return []
+        try:
+            return list(json.loads(self.run_file.read_text())["starts"])
+        except (ValueError, KeyError, TypeError):
+            aside = self.run_file.with_name("run.json.damaged")
+            self.run_file.replace(aside)
+            logger.warning("%s is damaged: moved to %s, begun anew", self.run_file, aside)
+            return []
+
     def load_config(self) -> RunConfig:
         """The configuration that this run was started with last."""
         if not self.exists:
@@ -110,10 +201,17 @@ class RunFolder:
 
 
 def commit() -> str | None:
-    """The commit of the source tree that is running; None outside a repository."""
+    """The commit of the source tree that is running; None outside its repository."""
+    if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None  # installed inside the repository of somebody else
+    return _git("rev-parse", "HEAD")
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of git beside this file; None where it fails."""
     try:
         found = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
+            ["git", *arguments],
             cwd=Path(__file__).parent,
             capture_output=True,
             text=True,
@@ -122,4 +220,4 @@ def commit() -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found.stdout.strip() or None
+    return found.stdout.strip() if found.returncode == 0 else None

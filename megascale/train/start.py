@@ -11,6 +11,7 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import typer
@@ -22,6 +23,8 @@ from megascale.plan.describe import describe
 from megascale.train.corpus import resolve_vocabulary
 from megascale.train.launch import launch_local, record_failure
 from megascale.train.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
 
 
 def start_training(
@@ -103,16 +106,22 @@ def _become_rank(config: RunConfig, rank: RankEnvironment, *, resume: bool) -> N
         stream=sys.stdout if rank.global_rank == 0 else sys.stderr,
     )
     folder = RunFolder(config.job.run_dir)
-    logs = folder.logs
+    holding = folder.hold(resume=resume) if rank.global_rank == 0 else nullcontext()
     try:
-        if rank.global_rank == 0:  # only here: others may see the records that rank 0 writes next
-            folder.check(resume=resume)
-        run_rank(config, rank, resume=resume)
+        with holding:  # rank 0 alone: others may see the records that it writes next
+            run_rank(config, rank, resume=resume)
     except MegascaleError as error:
-        if rank.world_size > 1:
-            record_failure(logs, rank.global_rank, str(error), error.exit_code)
+        _record(folder, rank, str(error), error.exit_code)
         raise
     except Exception as error:  # the edge of the process: recorded, then raised
-        if rank.world_size > 1:
-            record_failure(logs, rank.global_rank, f"{type(error).__name__}: {error}", 1)
+        _record(folder, rank, f"{type(error).__name__}: {error}", 1)
         raise
+
+
+def _record(folder: RunFolder, rank: RankEnvironment, message: str, exit_code: int) -> None:
+    if rank.world_size == 1:
+        return
+    try:
+        record_failure(folder.logs, rank.global_rank, message, exit_code)
+    except OSError as error:  # must not take the place of the failure
+        logger.warning("the failure of rank %d was not recorded: %s", rank.global_rank, error)

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from megascale.train import start
+from megascale.config import load_config
+from megascale.env import RankEnvironment, hostname
+from megascale.errors import ConfigError
+from megascale.train import rank as rank_module
+from megascale.train import run_folder, start
 from megascale.train.run_folder import RunFolder
-from tests.train.command import run_here, train_here, tree
+from tests.train.command import (
+    SMALL,
+    flags,
+    num_lines,
+    run_here,
+    started,
+    train_here,
+    tree,
+    wait_until,
+    write_recipe,
+)
 from tests.train.runs import metrics
 
 Capture = pytest.CaptureFixture[str]
@@ -59,3 +75,104 @@ def test_an_explicit_folder_wins(
     given = ("train", str(run), "--resume", "--set", f"job.run_dir={other}")
     assert run_here(monkeypatch, *given) == 4
     assert f"{other} holds no run" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- who may use it
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_start_is_refused_while_one_trains(
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture, ranks: int
+) -> None:
+    run = tmp_path / "run"
+    given = flags([*SMALL, "training.steps=100000", f"job.run_dir={run}"])
+    again = flags([f"job.run_dir={run}", "training.steps=100001"])
+    with started(["train", str(write_recipe(tmp_path)), *given]) as process:
+        wait_until(lambda: num_lines(run / "metrics.jsonl") >= 1, process)
+        start = ("train", str(run), "--resume", *again, "--nproc", str(ranks))
+        assert run_here(monkeypatch, *start) == 2
+        holder = f"{run} is in use: {hostname()} process {process.pid} trains there"
+        assert holder in capsys.readouterr().err
+        assert len(RunFolder(run).run_file.read_text().split('"command"')) == 2  # one start
+        process.kill()
+        process.wait()
+    assert run_here(monkeypatch, "train", str(run), "--resume", *flags(["training.steps=1"])) == 0
+
+
+def test_two_starts_at_once(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with folder.hold(resume=False), pytest.raises(ConfigError, match="is in use"):
+        folder.check(resume=False)
+    folder.check(resume=False)  # released
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("telemetry", "is a file, a run needs a folder of that name"),
+        ("logs", "is a file, a run needs a folder of that name"),
+        ("checkpoints", "is a file, a run needs a folder of that name"),
+        ("metrics.jsonl", "is a folder, a run needs a file of that name"),
+    ],
+)
+def test_what_is_in_the_way_is_named(
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture, name: str, message: str
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / name).mkdir() if "." in name else (run / name).write_text("")
+    for ranks in ("1", "2"):
+        assert train_here(monkeypatch, run, more=("--nproc", ranks)) == 2
+        assert f"error: {run / name} {message}" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that takes no folder")
+def test_a_folder_that_takes_no_folder(monkeypatch: Patch, capsys: Capture, tmp_path: Path) -> None:
+    more = ("--set", "job.run_dir=/proc/x")
+    assert train_here(monkeypatch, tmp_path / "run", more=more) == 2
+    assert "the run folder /proc/x cannot be made: /proc" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- its records
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"start": 1}'])
+def test_a_damaged_history_is_set_aside(
+    run: Path, monkeypatch: Patch, caplog: Logs, damage: str
+) -> None:
+    (run / "run.json").write_text(damage)
+    given = flags(["training.steps=3"])
+    assert run_here(monkeypatch, "train", str(run), "--resume", *given) == 0
+    assert "run.json is damaged: moved to" in caplog.text
+    assert (run / "run.json.damaged").read_text() == damage
+    assert len(json.loads((run / "run.json").read_text())["starts"]) == 1
+
+
+def test_the_commit_of_another_repository_is_not_ours(tmp_path: Path, monkeypatch: Patch) -> None:
+    installed = tmp_path / "venv" / "run_folder.py"
+    installed.parent.mkdir()
+    installed.write_text("")
+    author = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    for command in (("init", "-q"), (*author, "commit", "-q", "--allow-empty", "-m", "theirs")):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    monkeypatch.setattr(run_folder, "__file__", str(installed))
+    assert run_folder.commit() is None
+
+
+def test_a_failure_is_raised_though_it_cannot_be_recorded(
+    tmp_path: Path, monkeypatch: Patch, caplog: Logs
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    def fail(*_: object, **__: object) -> None:
+        raise ConfigError("the real one")
+
+    monkeypatch.setattr(start, "record_failure", full)
+    monkeypatch.setattr(rank_module, "run_rank", fail)
+    config = load_config(None, [f"job.run_dir={tmp_path / 'run'}"])
+    with pytest.raises(ConfigError, match="the real one"):
+        start._become_rank(config, RankEnvironment(0, 2, 0, 2), resume=False)
+    assert "the failure of rank 0 was not recorded: No space left" in caplog.text
