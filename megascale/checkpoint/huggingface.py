@@ -182,4 +182,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing; a Hugging Face folder has one") from None
     except ValueError as error:
         raise CheckpointError(f"{path} is no JSON ({error}); download it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no JSON object; download it again")
     return content

@@ -52,7 +52,8 @@ def _refuse_what_is_no_checkpoint(path: Path) -> None:
         raise CheckpointError(f"{path} is no folder; give a run folder or a checkpoint in it")
     if (path / CONFIG).is_file() and ((path / SINGLE).is_file() or (path / INDEX).is_file()):
         raise CheckpointError(
-            f"{path} is a Hugging Face folder; first: megascale convert from-hf {path} NEW_RUN_DIR"
+            f"{path} is a Hugging Face folder; first: megascale convert from-hf {path} "
+            "NEW_RUN_DIR, or, to train from it, set checkpoint.initial_load_in_hf = true"
         )
     raise CheckpointError(
         f"{path} is neither a run folder (no {CHECKPOINTS}/ in it) nor a checkpoint that was "

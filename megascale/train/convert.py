@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from torch import Tensor
 
 from megascale.checkpoint import HfFolder, Piece, save_checkpoint, write_hf_folder
@@ -136,7 +137,7 @@ def hf_master_pieces_loader(
 def _fill_masters(folder: Path, pieces: list[Piece], model: ModelConfig) -> None:
     theirs = HfFolder(folder)
     their_model = _model_config(theirs)
-    check_same_model(their_model.model_dump(), model, str(folder))
+    check_same_model(their_model.model_dump(), model, str(folder), resume=False)
     logical = _logical_views(theirs, their_model)
     for piece in pieces:
         name = piece.key.removeprefix("master/")
@@ -153,8 +154,23 @@ def _fill_masters(folder: Path, pieces: list[Piece], model: ModelConfig) -> None
 def _model_config(theirs: HfFolder) -> ModelConfig:
     try:
         return model_config_from_hf(theirs.config)
-    except (ConfigError, ValidationError) as error:
-        raise CheckpointError(f"{theirs.path} cannot be read as a model of ours: {error}") from None
+    except ConfigError as error:
+        why = str(error)
+    except KeyError as error:
+        why = f"config.json has no {error}"
+    except ValidationError as error:
+        why = "; ".join(map(_problem, error.errors(include_url=False)))
+    except TypeError as error:
+        why = f"a value in config.json is of another kind than it should be ({error})"
+    raise CheckpointError(f"{theirs.path} cannot be read as a model of ours: {why}")
+
+
+def _problem(details: ErrorDetails) -> str:
+    """One of pydantic's problems in a few words; what a validator of ours says stands alone."""
+    message = details["msg"].removeprefix("Value error, ")
+    if details["type"] == "value_error":
+        return message
+    return f"model.{'.'.join(map(str, details['loc']))}: {message}, got {details['input']!r}"
 
 
 def _logical_views(theirs: HfFolder, model: ModelConfig) -> dict[str, Tensor]:

@@ -57,11 +57,20 @@ def unigram_entropy_nats(config: RunConfig) -> float | None:
 
 
 def data_identity(config: RunConfig) -> dict[str, str]:
-    """What a checkpoint remembers of the data: fingerprints, wherever the files lie."""
+    """What a checkpoint remembers of the data, wherever the files lie.
+
+    documents, tokenizer   fingerprints
+    split                  what went where: with these documents it fixes every sample
+    """
     if config.data.synthetic:
-        return {"documents": "synthetic", "tokenizer": "synthetic"}
+        return dict.fromkeys(("documents", "tokenizer", "split"), "synthetic")
     meta = open_prepared(config.data.path).meta
-    return {"documents": meta.documents_sha256, "tokenizer": meta.tokenizer_sha256}
+    tokens = " + ".join(f"{split.tokens} {name}" for name, split in sorted(meta.splits.items()))
+    return {
+        "documents": meta.documents_sha256,
+        "tokenizer": meta.tokenizer_sha256,
+        "split": f"{tokens} tokens, fraction {meta.validation_fraction}, seed {meta.seed}",
+    }
 
 
 def make_dataset(config: RunConfig, split: Split) -> Dataset:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megascale.checkpoint import (
+    FullReader,
     apply_retention,
     find_latest,
     load_checkpoint,
@@ -22,7 +23,7 @@ from megascale.checkpoint.agree import Ranks
 from megascale.checkpoint.durable import write_durably
 from megascale.checkpoint.manifest import list_checkpoints
 from megascale.checkpoint.saved_model import find_checkpoint
-from megascale.errors import CheckpointError
+from megascale.errors import CheckpointError, ConfigError
 from megascale.telemetry.recorder import Recorder
 from megascale.train.assemble import Assembly
 from megascale.train.convert import hf_master_pieces_loader
@@ -68,12 +69,18 @@ class Persistence:
         source = self.config.checkpoint.initial_load_path
         if source:
             self._load_weights(Path(source))
+        elif self.config.checkpoint.initial_load_in_hf:
+            raise ConfigError(
+                "checkpoint.initial_load_in_hf is true, but checkpoint.initial_load_path is "
+                "empty; name the Hugging Face folder there, or set it to false"
+            )
         return Progress()
 
     def load(self, path: Path) -> Progress:
         """Everything from a checkpoint that was just verified."""
+        self._ranks.writer_does(lambda: _refuse_weights_alone(path))
         meta = read_meta(path)
-        check_same_model(meta["model"], self.config.model, str(path))
+        check_same_model(meta["model"], self.config.model, str(path), resume=True)
         check_same_samples(meta, self.config, self._data, str(path))
         self.assembly.zero.wait_for_parameters()  # a gather in flight would write over what is read
         pieces = state_pieces(self.assembly.zero, self.assembly.optimizer, counted_only=False)
@@ -176,7 +183,7 @@ class Persistence:
         else:
             path = find_checkpoint(source, group=self._group)
             meta = read_meta(path)
-            check_same_model(meta["model"], self.config.model, str(path))
+            check_same_model(meta["model"], self.config.model, str(path), resume=False)
             check_same_tokenizer(meta, self._data, str(path))
             load_checkpoint(path, pieces, group=self._group, verified=True)
         self._after_load(str(source))
@@ -187,6 +194,15 @@ class Persistence:
         with torch.no_grad():
             self.assembly.zero.gather_parameters()
         check_replicas(self.assembly, f"after loading {where}")
+
+
+def _refuse_weights_alone(path: Path) -> None:
+    """What `convert from-hf` makes has nothing to go on from."""
+    if not FullReader(path, verified=True).keys("exp_avg/"):
+        raise CheckpointError(
+            f"{path} holds weights only, no optimizer state, so no run can be resumed from it; "
+            f"start a new one with --set checkpoint.initial_load_path={path}"
+        )
 
 
 def _control_group(assembly: Assembly) -> dist.ProcessGroup | None:

@@ -7,7 +7,7 @@ random state: initialisation and dropout are pure functions of the seed and of g
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,8 @@ from megascale.config import ModelConfig, RunConfig
 from megascale.errors import CheckpointError
 from megascale.optim import Optimizer
 from megascale.parallel.zero import Run, ShardedDataParallel
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 
@@ -83,22 +85,33 @@ def checkpoint_meta(
         "model": config.model.model_dump(),
         "seq_len": config.training.seq_len,
         "packing": config.data.packing,
+        "mask_end_of_document": config.data.mask_end_of_document,
         "data": data,
         "dtype": config.training.dtype,
     }
 
 
-# What may differ between a checkpoint and the run that loads it without changing the parameters.
-_FREE = frozenset(
-    {"preset", "hidden_dropout", "attention_dropout", "attention_window", "init_std"}
-    | {"scaled_residual_init", "max_seq_len", "rope_scaling", "rope_theta", "norm_eps"}
-)
+# What may differ between a checkpoint and the run that loads it: it says how the parameters began.
+# `max_seq_len` matters for learned positions alone, where it is the shape of a parameter.
+_FREE = frozenset({"preset", "init_std", "scaled_residual_init", "max_seq_len"})
+_ROPE = frozenset({"rope_theta", "rope_scaling"})  # mean nothing where positions are learned
+# What may be chosen anew, said aloud. A new run may look less far back than its weights did.
+_DROPOUTS = frozenset({"hidden_dropout", "attention_dropout"})
+_CHOSEN_ANEW = _DROPOUTS | {"attention_window"}
 
 
-def check_same_model(saved: dict[str, Any], model: ModelConfig, where: str) -> None:
-    """Refuse a checkpoint of another model, naming the first keys that differ."""
-    theirs, ours = ModelConfig(**saved), model
-    different = list(_differences(theirs, ours))
+def check_same_model(
+    saved: dict[str, Any], model: ModelConfig, where: str, *, resume: bool
+) -> None:
+    """Refuse weights of another model, naming the first keys that differ.
+
+    resume  the run goes on; else it is a new one that takes the weights
+    """
+    differences = _differences(ModelConfig(**saved), model)
+    allowed = _DROPOUTS if resume else _CHOSEN_ANEW
+    for key in sorted(differences.keys() & allowed):
+        logger.warning("%s: %s", where, differences.pop(key))
+    different = list(differences.values())
     if different:
         raise CheckpointError(
             f"{where} is a checkpoint of another model: {'; '.join(different[:4])}; set [model] "
@@ -115,8 +128,11 @@ def check_same_samples(
         ("training.seq_len", meta["seq_len"], config.training.seq_len),
         ("data.packing", meta["packing"], config.data.packing),
     ]
-    theirs = meta["data"] or data
-    pairs += [(f"data of {name}", theirs[name][:16], data[name][:16]) for name in data]
+    # a checkpoint may be older than a key: what it does not say cannot be held against it
+    mask = config.data.mask_end_of_document
+    pairs.append(("data.mask_end_of_document", meta.get("mask_end_of_document", mask), mask))
+    theirs = data | (meta["data"] or {})
+    pairs += [(f"data of {name}", _short(theirs[name]), _short(data[name])) for name in data]
     for key, saved, wanted in pairs:
         if saved != wanted:
             raise CheckpointError(
@@ -124,6 +140,11 @@ def check_same_samples(
                 "data position would mean other samples; set it back, or start a new run from "
                 "these weights with checkpoint.initial_load_path"
             )
+
+
+def _short(identity: str) -> str:
+    """The first digits of a fingerprint; all of what is none."""
+    return identity if " " in identity else identity[:16]
 
 
 def check_same_tokenizer(meta: dict[str, Any], data: dict[str, str], where: str) -> None:
@@ -137,16 +158,20 @@ def check_same_tokenizer(meta: dict[str, Any], data: dict[str, str], where: str)
         )
 
 
-def _differences(theirs: ModelConfig, ours: ModelConfig) -> Iterator[str]:
+def _differences(theirs: ModelConfig, ours: ModelConfig) -> dict[str, str]:
+    """Key to a sentence with both values, for what differs and is not free."""
     resolved = {
         "num_kv_heads": "kv_heads",
         "head_dim": "dim_per_head",
         "ffn_hidden_size": "ffn_size",
     }
+    free = _FREE | (_ROPE if ours.position == "learned" else frozenset())
+    differences = {}
     for key in ModelConfig.model_fields:
-        if key in _FREE:
+        if key in free:
             continue
         attribute = resolved.get(key, key)
         saved, wanted = getattr(theirs, attribute), getattr(ours, attribute)
         if saved != wanted:
-            yield f"model.{key} is {saved} there and {wanted} here"
+            differences[key] = f"model.{key} is {saved} there and {wanted} here"
+    return differences

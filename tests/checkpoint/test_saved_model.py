@@ -51,7 +51,8 @@ def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no checkpoint that can be loaded"):
         find_checkpoint(tmp_path)
     write_hf_folder(tmp_path / "hf", [("w", WEIGHT)], {})
-    with pytest.raises(CheckpointError, match="is a Hugging Face folder; first: megascale convert"):
+    told = "is a Hugging Face folder; first: megascale convert .*initial_load_in_hf = true"
+    with pytest.raises(CheckpointError, match=told):
         find_checkpoint(tmp_path / "hf")
     other = _save(tmp_path / "other", 1, {"model": {"width": 3}, "seq_len": 16})
     with pytest.raises(CheckpointError, match=r"unknown key 'width'"):

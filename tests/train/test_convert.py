@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megascale.checkpoint import HfFolder, Piece, write_hf_folder
 from megascale.checkpoint.saved_model import open_saved_model
-from megascale.config import ModelConfig
+from megascale.config import ModelConfig, RopeScaling
 from megascale.errors import CheckpointError, ConfigError
 from megascale.model.context import make_context
 from megascale.model.initialise import logical_tensors
@@ -24,6 +24,7 @@ from tests.checkpoint.layouts import LOADS, Layout
 from tests.distributed import run_ranks
 from tests.model.builders import build, random_tokens, tiny
 from tests.serve.saved_runs import POSITIONS, save_run, tokenizer
+from tests.train.command import train_here
 
 PRESETS = ["tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3", "tiny-gpt"]
 THEIR_SIZES = {
@@ -163,11 +164,78 @@ def test_a_folder_of_another_model_is_refused_by_all_ranks(tmp_path: Path) -> No
     other = cfg.model_copy(update={"num_layers": 3})
     with pytest.raises(CheckpointError, match=r"model.num_layers is 2 there and 3 here"):
         hf_master_pieces_loader(tmp_path / "hf", pieces, other)
+    eps = cfg.model_copy(update={"norm_eps": 1e-3})
+    with pytest.raises(CheckpointError, match=r"model.norm_eps is 1e-05 there and 0.001 here"):
+        hf_master_pieces_loader(tmp_path / "hf", pieces, eps)
     assert all("there and 3" in m for m in run_ranks(_load, 2, str(tmp_path / "hf"), other))
     short = build(cfg, POSITIONS // 2)
     pieces = LOADS[0](0, 1, {f"master/{k}": v for k, v in logical_tensors(short).items()})
     with pytest.raises(CheckpointError, match=r"set model.max_seq_len = 64"):
         hf_master_pieces_loader(tmp_path / "hf", pieces, cfg)
+
+
+def test_rotary_positions_of_a_folder_are_kept_and_its_window_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = _cfg("tiny-mistral")
+    _exported(tmp_path, cfg)
+    pieces: list[Piece] = LOADS[0](0, 1, _masters(cfg))
+    other = cfg.model_copy(update={"rope_theta": 7.0})
+    with pytest.raises(CheckpointError, match=r"model.rope_theta is 10000.0 there and 7.0 here"):
+        hf_master_pieces_loader(tmp_path / "hf", pieces, other)
+    other = cfg.model_copy(update={"rope_scaling": RopeScaling()})
+    with pytest.raises(CheckpointError, match=r"model.rope_scaling is None there and factor=8.0"):
+        hf_master_pieces_loader(tmp_path / "hf", pieces, other)
+    hf_master_pieces_loader(tmp_path / "hf", pieces, cfg.model_copy(update={"attention_window": 5}))
+    assert "model.attention_window is 16 there and 5 here" in caplog.text
+
+
+BAD_CONFIGS: dict[str, tuple[Any, str]] = {
+    "kind": ({"vocab_size": "many"}, r"model\.vocab_size: .* valid integer.*, got 'many'"),
+    "size": ({"num_hidden_layers": 0}, r"model\.num_layers: .*, got 0"),
+    "rope": ({"rope_parameters": {"rope_type": "llama3"}}, r"config\.json has no 'factor'"),
+    "no object": ([], r"config\.json holds no JSON object"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CONFIGS)
+def test_a_config_that_does_not_read_is_told_in_one_line(tmp_path: Path, name: str) -> None:
+    _exported(tmp_path, _cfg("tiny-llama"))
+    changes, message = BAD_CONFIGS[name]
+    file = tmp_path / "hf" / "config.json"
+    config = {**json.loads(file.read_text()), **changes} if changes else changes
+    file.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message) as refusal:
+        import_from_hf(tmp_path / "hf", tmp_path / "back")
+    assert "\n" not in str(refusal.value)
+    assert "pydantic" not in str(refusal.value)
+
+
+def _train(patch: pytest.MonkeyPatch, run: Path, *settings: str, resume: bool = False) -> int:
+    same = [f"model.vocab_size={tokenizer().vocab_size}", "model.preset=tiny-llama", *settings]
+    return train_here(patch, run, *same, more=("--resume",) if resume else ())
+
+
+def test_an_imported_run_is_begun_not_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _exported(tmp_path, _cfg("tiny-llama"))
+    import_from_hf(tmp_path / "hf", tmp_path / "back")
+    assert _train(monkeypatch, tmp_path / "back", resume=True) == 4
+    told = capsys.readouterr().err
+    assert "holds weights only, no optimizer state" in told
+    assert "start a new one with --set checkpoint.initial_load_path=" in told
+
+
+def test_a_folder_is_loaded_as_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _exported(tmp_path, _cfg("tiny-llama"))
+    given = f"checkpoint.initial_load_path={tmp_path / 'hf'}"
+    assert _train(monkeypatch, tmp_path / "new", given) == 4
+    assert "set checkpoint.initial_load_in_hf = true" in capsys.readouterr().err
+    assert _train(monkeypatch, tmp_path / "new", "checkpoint.initial_load_in_hf=true") == 2
+    assert "checkpoint.initial_load_path" in capsys.readouterr().err
 
 
 def test_exports_that_are_refused_leave_nothing(tmp_path: Path) -> None:

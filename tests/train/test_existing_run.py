@@ -5,6 +5,7 @@ What was saved is never changed by a refusal.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -51,6 +52,18 @@ OTHER_RUNS = {
     "seq_len": (["training.seq_len=8"], "was trained with training.seq_len 16, this run has 8"),
     "width": (["model.hidden_size=64"], "model.hidden_size is 32 there and 64 here"),
     "layers": (["model.num_layers=3"], "model.num_layers is 2 there and 3 here"),
+    "packing": (["data.packing=pad"], "was trained with data.packing 'concat', this run has 'pad'"),
+    "mask": (
+        ["data.mask_end_of_document=true"],
+        "was trained with data.mask_end_of_document False, this run has True",
+    ),
+    "rope_theta": (
+        ["model.rope_theta=500000.0"],
+        "model.rope_theta is 10000.0 there and 500000.0 here",
+    ),
+    "rope_scaling": (["model.rope_scaling={factor=4.0}"], "model.rope_scaling is None there and"),
+    "norm_eps": (["model.norm_eps=1e-6"], "model.norm_eps is 1e-05 there and 1e-06 here"),
+    "window": (["model.attention_window=4"], "model.attention_window is None there and 4 here"),
     "tying": (["model.tie_embeddings=true"], "model.tie_embeddings is False there and True here"),
 }
 
@@ -68,13 +81,22 @@ def test_resuming_another_run_is_refused(
 
 
 def test_weights_of_another_model_are_refused(
-    run: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: Patch,
+    capsys: Capture,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     settings = [f"checkpoint.initial_load_path={run}", "model.ffn_hidden_size=128"]
     assert train_here(monkeypatch, tmp_path / "new", *settings) == 4
     assert "model.ffn_hidden_size is 64 there and 128 here" in capsys.readouterr().err
     assert not (tmp_path / "new" / "config.json").exists()  # the folder can be used
-    assert train_here(monkeypatch, tmp_path / "new", settings[0], "model.hidden_dropout=0.1") == 0
+    assert train_here(monkeypatch, tmp_path / "new", settings[0], "model.norm_eps=0.1") == 4
+    assert "model.norm_eps is 1e-05 there and 0.1 here" in capsys.readouterr().err
+    anew = ["model.hidden_dropout=0.1", "model.attention_window=4"]
+    assert train_here(monkeypatch, tmp_path / "new", settings[0], *anew) == 0
+    assert "model.hidden_dropout is 0.0 there and 0.1 here" in caplog.text
+    assert "model.attention_window is None there and 4 here" in caplog.text
 
 
 def test_other_text_or_tokenizer_is_noticed_on_resume(
@@ -92,9 +114,20 @@ def test_other_text_or_tokenizer_is_noticed_on_resume(
     for other in (texts, tokens):
         assert train_here(monkeypatch, run, *on(other), more=("--resume",)) == 4
         assert "was trained with data of documents" in capsys.readouterr().err
-    moved = shutil.copytree(prepared, tmp_path / "moved")  # the same data elsewhere is the same
-    again = on(Path(moved), "training.steps=3")
+    # the same data elsewhere is the same
+    moved = Path(
+        shutil.copytree(prepared, tmp_path / "moved")
+    )  # the same data elsewhere is the same
+    meta = json.loads((moved / "meta.json").read_text())
+    (moved / "meta.json").write_text(json.dumps({**meta, "command": "another"}))
+    again = on(moved, "training.steps=3")
     assert train_here(monkeypatch, run, *again, more=("--resume",)) == 0
+
+    split = tmp_path / "other-split"
+    source = str(prepared.parent / "*.txt")
+    prepare([source], str(prepared), split, workers=1, validation_fraction=0.1)
+    assert train_here(monkeypatch, run, *on(split), more=("--resume",)) == 4
+    assert "was trained with data of split" in capsys.readouterr().err
 
     weights = f"checkpoint.initial_load_path={run}"
     assert train_here(monkeypatch, tmp_path / "new", *on(tokens, weights)) == 4
