@@ -25,6 +25,7 @@ class CorpusWriter:
 
     counts      occurrences of each token id, int64 [V], per split
     splits      tokens and documents written, per split that has any
+    smallest_draw   of all documents: the first to be held out, were the fraction larger
     """
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
@@ -37,7 +38,7 @@ class CorpusWriter:
         self._writers: dict[Split, IndexedWriter] = {}
         self._open_files = ExitStack()
         self._digest = hashlib.sha256()
-        self._smallest_draw = 1.0
+        self.smallest_draw = 1.0
 
     def add(self, encoded: Encoded) -> None:
         for split in SPLITS:
@@ -53,7 +54,7 @@ class CorpusWriter:
         self.num_undecodable += encoded.num_undecodable
         self.num_empty += encoded.num_empty
         self._digest.update(encoded.digests)
-        self._smallest_draw = min(self._smallest_draw, encoded.smallest_draw)
+        self.smallest_draw = min(self.smallest_draw, encoded.smallest_draw)
 
     @property
     def num_tokens(self) -> int:
@@ -63,27 +64,23 @@ class CorpusWriter:
     def documents_sha256(self) -> str:
         return self._digest.hexdigest()
 
+    @property
+    def num_documents(self) -> int:
+        return sum(split.documents for split in self.splits.values())
+
     def require_splits(self, rule: SplitRule) -> None:
         """Raise DataError where a split that was asked for received no document."""
-        documents = sum(split.documents for split in self.splits.values())
-        if documents == 0:
+        if self.num_documents == 0:
             raise DataError(
                 f"the input holds no text ({self.num_undecodable} documents are not UTF-8, "
                 f"{self.num_empty} are empty); name other files"
             )
-        if rule.validation_fraction == 0 or len(self.splits) == 2:
-            return
-        if "train" not in self.splits or documents == 1:
+        if rule.validation_fraction > 0 and len(self.splits) < 2:
             raise DataError(
                 f"the validation fraction {rule.validation_fraction} leaves one of the two splits "
-                f"empty with {documents} documents; give more documents (one a file, or one a "
-                "line of a .jsonl), or set the validation fraction to 0"
+                f"empty with {self.num_documents} documents; give more documents (one a file, or "
+                "one a line of a .jsonl), or set the validation fraction to 0"
             )
-        raise DataError(
-            f"none of the {documents} documents is held out at validation fraction "
-            f"{rule.validation_fraction}; the smallest that holds one out here is "
-            f"{self._smallest_draw + 1e-4:.4f}; 0 does without"
-        )
 
     def _writer(self, split: Split) -> IndexedWriter:
         if split not in self._writers:

@@ -8,8 +8,8 @@
 Megatron counts documents with the closing end, so N documents are N + 1 entries, the last of them
 the sequence count. The byte layout is Megatron's, so files move both ways without conversion.
 
-Invariant: a reader that opens has every byte that its index promises. A file cut short, or an index
-of another file, is refused before the first token is read.
+Invariant: a reader that opens has every byte that its index promises, and an index whose parts
+agree. A file cut short, or an index of another file, is refused before the first token is read.
 """
 
 from __future__ import annotations
@@ -105,10 +105,11 @@ class IndexedTokens:
         self.lengths: NDArray[np.int32] = arrays[0].view("<i4")
         self._starts: NDArray[np.int64] = arrays[1].view("<i8")
         self._documents: NDArray[np.int64] = arrays[2].view("<i8")
-        end = int(self._starts[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
-        if end == 0:
+        ends = np.cumsum(self.lengths, dtype=np.int64) * self.dtype.itemsize
+        if ends[-1] == 0:
             raise DataError(f"{idx} holds no tokens; prepare the data again with some text")
-        _require_bytes(bin_, end, bin_bytes)
+        self._require_agreement(idx, ends)
+        _require_bytes(bin_, int(ends[-1]), bin_bytes)
         self.tokens: NDArray[Any] = np.memmap(bin_, dtype=self.dtype, mode="r").view(np.ndarray)
 
     @property
@@ -128,6 +129,21 @@ class IndexedTokens:
         """First token of each document, and the end of the last: int64 [documents + 1]."""
         ends = np.append(self._starts, len(self.tokens) * self.dtype.itemsize)
         return ends[self._documents] // self.dtype.itemsize
+
+    def _require_agreement(self, idx: Path, ends: NDArray[np.int64]) -> None:
+        """`ends`: running sum of the lengths, in bytes."""
+        documents = self._documents
+        if self.lengths.min() < 0:
+            wrong = "a sequence has a negative length"
+        elif self._starts[0] != 0 or not np.array_equal(self._starts[1:], ends[:-1]):
+            wrong = "its byte offsets are not the running sum of its lengths"
+        elif not len(documents) or documents[0] != 0 or documents[-1] != len(ends):
+            wrong = f"its documents do not span its {len(ends)} sequences"
+        elif (np.diff(documents) < 0).any():
+            wrong = "a document ends before it begins"
+        else:
+            return
+        raise DataError(f"{idx} is damaged: {wrong}; copy or prepare it again")
 
     def _token_offset(self, sequence: int) -> int:
         if sequence == len(self._starts):

@@ -11,6 +11,8 @@ the validation fraction and the seed; not on the number of workers.
 from __future__ import annotations
 
 import glob
+import logging
+import math
 import os
 import platform
 import random
@@ -36,6 +38,8 @@ from megascale.errors import DataError
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
+
+logger = logging.getLogger(__name__)
 
 # training reads 5 to 8 MB/s; 4,096 entries learnt from 8 of the standard library's 12 MB need 1.2 %
 # more tokens than entries learnt from all of it
@@ -70,7 +74,8 @@ def prepare(
     inputs               globs, files, folders, `.jsonl` files with a "text", or `stdlib`
     tokenizer            `train:BPE:VOCAB`, a tokenizer.json, or a folder with one
     workers              processes; None: one a core
-    validation_fraction  share of documents held out, chosen by the hash of their text
+    validation_fraction  share of documents held out, chosen by the hash of their text; above 0
+                         at least one of several documents is
     Files that are not UTF-8 are skipped and counted. Raises DataError; then nothing is left.
     """
     if not 0.0 <= validation_fraction < 1.0:
@@ -83,12 +88,19 @@ def prepare(
     try:
         files = list_files(inputs)
         tasks = make_tasks(files)
+        workers = workers or _num_cores()
         encoder = _obtain_tokenizer(tokenizer, tasks, rule, report)
         with _published_whole(output) as partial:
-            encoder.save(partial)
-            with CorpusWriter(partial, encoder.vocab_size) as corpus:
-                _encode_all(corpus, tasks, encoder, rule, workers or _num_cores(), report)
-                corpus.require_splits(rule)
+            corpus = _write_corpus(partial, tasks, encoder, rule, workers, report)
+            if (
+                validation_fraction > 0
+                and "valid" not in corpus.splits
+                and corpus.num_documents > 1
+            ):
+                wider = _hold_one_out(corpus, rule)
+                encoder = _obtain_tokenizer(tokenizer, tasks, wider, report)
+                corpus = _write_corpus(partial, tasks, encoder, wider, workers, report)
+            corpus.require_splits(rule)
             command = _command(inputs, tokenizer, output, rule)
             meta = _describe(corpus, encoder, rule, len(files), command)
             meta.write(partial)
@@ -158,6 +170,36 @@ def _sample_texts(
         report(Progress("tokenizer", min(done, total), total, 0))
         if done >= total:
             return
+
+
+def _hold_one_out(corpus: CorpusWriter, rule: SplitRule) -> SplitRule:
+    """A rule that holds out the document with the smallest draw, and its copies.
+
+    Then all is done again, the vocabulary too: it must not be learnt from held-out text. It is rare
+    but for a few documents.
+    """
+    logger.warning(
+        "none of the %d documents is held out at validation fraction %s; holding out the one with "
+        "the smallest hash",
+        corpus.num_documents,
+        rule.validation_fraction,
+    )
+    return SplitRule(math.nextafter(corpus.smallest_draw, 1.0), rule.seed)
+
+
+def _write_corpus(
+    folder: Path,
+    tasks: Sequence[Task],
+    tokenizer: TextTokenizer,
+    rule: SplitRule,
+    workers: int,
+    report: ProgressCallback,
+) -> CorpusWriter:
+    """Tokenizer and token files; over those of an earlier call."""
+    tokenizer.save(folder)
+    with CorpusWriter(folder, tokenizer.vocab_size) as corpus:
+        _encode_all(corpus, tasks, tokenizer, rule, workers, report)
+    return corpus
 
 
 def _encode_all(

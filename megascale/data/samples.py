@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,12 +96,23 @@ class PackedDataset:
         start = int(self._starts[run]) + (index - int(self._first_samples[run])) * self.seq_len
         stop = min(start + self.seq_len + 1, int(self._starts[run + 1]))
         window = np.full(self.seq_len + 1, self._end_of_document, np.int64)
-        window[: stop - start] = self._file.tokens[start:stop]
+        window[: stop - start] = self._read(start, stop)
         loss_mask_S = np.zeros(self.seq_len, np.float32)
         loss_mask_S[: stop - start - 1] = 1.0
         if self._mask_end_of_document:
             loss_mask_S[window[:-1] == self._end_of_document] = 0.0
         return Sample(window[:-1], window[1:], loss_mask_S)
+
+    def _read(self, start: int, stop: int) -> NDArray[Any]:
+        """Tokens of the file, checked here: checking all on opening would read all of it."""
+        tokens = self._file.tokens[start:stop]
+        if tokens.max() >= self.vocab_size or tokens.min() < 0:
+            at = int(np.argmax((tokens >= self.vocab_size) | (tokens < 0)))
+            raise DataError(
+                f"{self._file.prefix}.bin is damaged: token {start + at} has id {tokens[at]}, the "
+                f"vocabulary has {self.vocab_size} entries; copy or prepare it again"
+            )
+        return tokens
 
 
 class SyntheticDataset:

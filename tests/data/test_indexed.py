@@ -98,6 +98,27 @@ def test_an_index_cut_short_is_refused(tmp_path: Path, kept: int) -> None:
         IndexedTokens(prefix)
 
 
+_DISAGREEMENTS = {  # place of the changed number in the hand-built index: lengths from 34 on
+    "length": (34, "<i", 2, "offsets are not the running sum"),
+    "negative length": (38, "<i", -1, "a negative length"),
+    "first offset": (46, "<q", 2, "offsets are not the running sum"),
+    "offset": (54, "<q", 1 << 40, "offsets are not the running sum"),
+    "last offset": (62, "<q", 6, "offsets are not the running sum"),
+    "first document": (70, "<q", 1, "do not span its 3 sequences"),
+    "document": (78, "<q", 255, "ends before it begins"),
+    "last document": (86, "<q", 4, "do not span its 3 sequences"),
+}
+
+
+@pytest.mark.parametrize("what", _DISAGREEMENTS)
+def test_an_index_that_contradicts_itself_is_refused(tmp_path: Path, what: str) -> None:
+    place, kind, value, message = _DISAGREEMENTS[what]
+    idx = bytearray(_hand_built_idx())
+    struct.pack_into(kind, idx, place, value)
+    with pytest.raises(DataError, match=rf"x\.v1\.idx is damaged: .*{message}"):
+        IndexedTokens(_hand_built(tmp_path, idx=bytes(idx)))
+
+
 @pytest.mark.parametrize(
     ("idx", "message"),
     [

@@ -18,7 +18,7 @@ import pytest
 
 from megascale.data import encode, sources
 from megascale.data.corpus import cross_entropy_nats
-from megascale.data.encode import SplitRule
+from megascale.data.encode import SplitRule, document_digest
 from megascale.data.indexed import IndexedTokens, IndexedWriter
 from megascale.data.prepare import Progress, prepare, prepare_with_progress
 from megascale.data.prepared import Meta
@@ -177,12 +177,30 @@ def test_refusals_leave_nothing(corpus: Path, tmp_path: Path) -> None:
     _refused(r"broken\.jsonl at byte 0", [str(corpus)], output)
 
 
-def test_too_small_a_fraction_names_one_that_works(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="none of the 60 documents is held out") as refusal:
-        prepare([str(corpus)], _SPEC, tmp_path / "o", workers=1, validation_fraction=1e-6)
-    fraction = float(str(refusal.value).split(" here is ")[1].split(";")[0])
-    meta = prepare([str(corpus)], _SPEC, tmp_path / "o", workers=1, validation_fraction=fraction)
-    assert meta.splits["valid"].documents == 1
+def test_at_least_one_of_several_documents_is_held_out(
+    corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    output = tmp_path / "o"
+    meta = prepare([str(corpus)], _SPEC, output, workers=1, validation_fraction=1e-6)
+    assert "none of the 60 documents is held out at validation fraction 1e-06" in caplog.text
+    assert (meta.splits["train"].documents, meta.splits["valid"].documents) == (59, 1)
+    rule = SplitRule(1e-6, seed=0)
+    chosen = min(_TEXTS, key=lambda text: rule.draw(document_digest(text)))
+    assert _stored_texts(output)[-1] == chosen
+    assert sorted(_stored_texts(output)) == sorted(_TEXTS)
+    assert meta.validation_fraction == 1e-6  # the command that it tells gives the same folder
+    again = tmp_path / "again"  # and its vocabulary is that of a fraction which does so by itself
+    fraction = rule.draw(document_digest(chosen)) + 1e-9
+    prepare([str(corpus)], _SPEC, again, workers=1, validation_fraction=fraction)
+    for name in ("tokenizer.json", "train.bin", "valid.bin"):
+        assert (output / name).read_bytes() == (again / name).read_bytes(), name
+
+
+def test_two_documents_are_enough(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(f"the words of {name}\n" * 20)
+    meta = prepare([str(tmp_path / "*.txt")], "train:BPE:280", tmp_path / "o", workers=1)
+    assert [meta.splits[name].documents for name in ("train", "valid")] == [1, 1]
 
 
 def test_an_output_with_content_is_refused_and_kept(corpus: Path, tmp_path: Path) -> None:

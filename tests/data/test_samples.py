@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.data.indexed import IndexedWriter
+from megascale.data.indexed import IndexedWriter, token_dtype
 from megascale.data.prepared import FORMAT_VERSION, Meta, SplitMeta
-from megascale.data.samples import PackedDataset, SyntheticDataset
+from megascale.data.samples import PackedDataset, Packing, SyntheticDataset
 from megascale.errors import DataError
 
 _END = 0
@@ -133,3 +133,18 @@ def test_a_synthetic_sample_needs_no_other() -> None:
     tokens = np.concatenate([first[i].tokens_S for i in range(200)])
     assert tokens.min() == 0
     assert tokens.max() == 49
+
+
+@pytest.mark.parametrize("packing", ["concat", "pad"])
+@pytest.mark.parametrize(("vocab_size", "bad"), [(100, 100), (70000, -1)])
+def test_a_token_outside_the_vocabulary_is_refused_where_it_is_read(
+    tmp_path: Path, packing: Packing, vocab_size: int, bad: int
+) -> None:
+    folder = prepared_folder(tmp_path, [[1, 2, 3, 4, 5, 6, 7, 8, _END]], vocab_size)
+    tokens = np.memmap(folder / "train.bin", token_dtype(vocab_size), "r+")
+    tokens[6] = bad
+    tokens.flush()
+    dataset = PackedDataset(folder, "train", 4, packing)
+    assert dataset[0].labels_S.tolist() == [2, 3, 4, 5]
+    with pytest.raises(DataError, match=rf"train\.bin is damaged: token 6 has id {bad}, the voc"):
+        dataset[1]
