@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -23,18 +24,14 @@ from megascale.env import child_environment
 from megascale.errors import LaunchError
 
 GRACE_S = 5.0  # between asking a rank to stop and ending it
-
-
-class _Died(LaunchError):
-    """A rank ended with exit code `code` and left no reason."""
-
-    code = 1
+LINGER_S = 60.0  # all ranks end together; how long the last may take after the first
+POLL_S = 0.05
 
 
 def launch_local(arguments: Sequence[str], num_ranks: int, logs: Path, port: int | None) -> int:
     """Run `megascale ARGUMENTS` as `num_ranks` ranks; the exit code of the job.
 
-    Raises LaunchError with the first failure. SIGTERM and SIGINT are passed on to every rank.
+    Raises LaunchError with the first failure. Signals to stop are passed on to every rank.
     """
     port = _free_port() if port is None else _check_port(port)
     logs.mkdir(parents=True, exist_ok=True)
@@ -49,22 +46,24 @@ def launch_local(arguments: Sequence[str], num_ranks: int, logs: Path, port: int
             if process.poll() is None:
                 process.send_signal(signum)
 
-    old = {s: signal.signal(s, pass_on) for s in (signal.SIGTERM, signal.SIGINT)}
+    old = {s: signal.signal(s, pass_on) for s in stop_signals()}
     try:
         # one by one: a signal on the way finds those that run
         ranks.extend(_start(arguments, rank, num_ranks, port, logs) for rank in range(num_ranks))
-        _wait(ranks, logs)
-    except _Died as died:
-        for signum in asked:  # where no loop was there to save and return
-            if died.code in (-signum, 128 + signum):
-                name = signal.Signals(signum).name
-                raise LaunchError(f"stopped by {name} while no step was running") from None
-        raise
+        _wait(ranks, logs, asked)
     finally:
         for signum, handler in old.items():
             signal.signal(signum, handler)
         _stop(ranks)
     return 0
+
+
+def stop_signals() -> list[signal.Signals]:
+    """What asks a run to save and end: also a closed terminal, unless nohup said to ignore it."""
+    signals = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
+    return signals
 
 
 def record_failure(logs: Path, global_rank: int, message: str, exit_code: int) -> None:
@@ -106,39 +105,69 @@ def _stop_with_parent() -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], logs: Path) -> None:
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], logs: Path, asked: Sequence[int]) -> None:
+    """Until all ranks ended well; raises LaunchError with the first failure."""
+    first_end: float | None = None
     while True:
         codes = [process.poll() for process in ranks]
         failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
         if failed:
+            seen_ns = time.time_ns()
             time.sleep(0.5)  # peers that fail in the same moment write their reasons too
-            raise _first_failure(ranks, logs)
-        if all(code == 0 for code in codes):
+            _raise_if_stopped(ranks, asked)
+            raise _first_failure(ranks, logs, failed, seen_ns)
+        running = [rank for rank, code in enumerate(codes) if code is None]
+        if not running:
             return
-        time.sleep(0.05)
+        if len(running) < len(ranks):
+            first_end = first_end or time.monotonic()
+            if time.monotonic() - first_end > LINGER_S:
+                raise LaunchError(
+                    f"rank(s) {', '.join(map(str, running))} of {len(ranks)} did not end within "
+                    f"{LINGER_S:.0f} s after the others; they were stopped, see {logs}"
+                )
+        time.sleep(POLL_S)
 
 
-def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], logs: Path) -> LaunchError:
+def _raise_if_stopped(ranks: Sequence[subprocess.Popen[bytes]], asked: Sequence[int]) -> None:
+    """Raises LaunchError where a rank had no loop yet to save and return when it was asked to."""
+    for signum in asked:
+        if any(process.poll() in (-signum, 128 + signum) for process in ranks):
+            name = signal.Signals(signum).name
+            raise LaunchError(f"stopped by {name} while no step was running")
+
+
+def _first_failure(
+    ranks: Sequence[subprocess.Popen[bytes]], logs: Path, failed: Sequence[int], seen_ns: int
+) -> LaunchError:
+    """The failure that the others follow from.
+
+    failed  the ranks that were found ended at `seen_ns`, at most a poll after they did
+    """
     reasons = {}
     for file in logs.glob("error-rank*.json"):
         rank = int(file.stem.removeprefix("error-rank"))
-        reasons[rank] = json.loads(file.read_text())
-    for rank, process in enumerate(ranks):
-        code = process.poll()
-        if code not in (None, 0) and rank not in reasons:
-            what = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited {code}"
-            log = logs / f"rank{rank:05d}.log"
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-            end = f"ends:\n{tail}" if tail else "is empty"
-            died = _Died(
-                f"rank {rank} of {len(ranks)} {what}; all ranks were stopped. Its log {log} {end}"
-            )
-            died.code = code
-            return died
-    rank = min(reasons, key=lambda r: reasons[r]["time_ns"])
-    error = LaunchError(f"rank {rank} of {len(ranks)}: {reasons[rank]['message']}")
-    error.exit_code = reasons[rank]["exit_code"]
+        with suppress(ValueError):  # cut short by a full disk
+            reasons[rank] = json.loads(file.read_text())
+    first = min(reasons, key=lambda r: reasons[r]["time_ns"], default=None)
+    wordless = [rank for rank in failed if rank not in reasons]
+    before_ns = seen_ns - int(2 * POLL_S * 1e9)
+    if first is None or (wordless and reasons[first]["time_ns"] > before_ns):
+        return _died_wordless(wordless[0], ranks, logs)
+    error = LaunchError(f"rank {first} of {len(ranks)}: {reasons[first]['message']}")
+    error.exit_code = reasons[first]["exit_code"]
     return error
+
+
+def _died_wordless(rank: int, ranks: Sequence[subprocess.Popen[bytes]], logs: Path) -> LaunchError:
+    code = ranks[rank].returncode
+    what = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited {code}"
+    log = logs / f"rank{rank:05d}.log"
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+    end = f"ends:\n{tail}" if tail else "is empty"
+    return LaunchError(
+        f"rank {rank} of {len(ranks)} {what}; all ranks were stopped. Its log {log} {end}"
+    )
 
 
 def _stop(ranks: Sequence[subprocess.Popen[bytes]]) -> None:

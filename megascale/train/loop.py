@@ -19,6 +19,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from megascale.checkpoint.manifest import list_checkpoints
 from megascale.data import GlobalBatchLoader
 from megascale.errors import NumericalError
 from megascale.optim import learning_rate
@@ -31,9 +32,11 @@ from megascale.train.corpus import (
     unigram_entropy_nats,
     validation_batches,
 )
+from megascale.train.launch import stop_signals
 from megascale.train.persistence import Persistence
 from megascale.train.replicas import check_replicas
 from megascale.train.report import Reporter, StepValues
+from megascale.train.resume import changed_keys, describe_changes, refuse_another_optimizer
 from megascale.train.run_folder import RunFolder
 from megascale.train.state import Progress
 from megascale.train.step import StepOutcome, train_step, validation_loss
@@ -74,9 +77,8 @@ class Loop:
     def run(self, *, resume: bool) -> None:
         """Train from the start, from a checkpoint (`resume`), or from given weights."""
         try:
-            self.progress = self.persistence.restore(resume=resume)
-            if self.assembly.is_writer:
-                self.folder.open(self.config, tokenizer_files(self.config))
+            if not self._begin(resume=resume):
+                return
             self._open_loader()
             with self._signals(), _manual_gc():
                 self.reporter.restart_clock()
@@ -85,6 +87,22 @@ class Loop:
         finally:
             self._close_loader()
             self.reporter.close()
+
+    def _begin(self, *, resume: bool) -> bool:
+        """Restore, and record this start. False where all steps are done: nothing is written."""
+        changed = changed_keys(self.folder.config_file, self.config) if resume else {}
+        if resume and list_checkpoints(self.folder.checkpoints)[0]:
+            refuse_another_optimizer(changed)
+        self.progress = self.persistence.restore(resume=resume)
+        step, steps = self.progress.step, self.config.training.steps
+        if resume and step >= steps:
+            logger.info("nothing to do: the run is at step %d of %d", step, steps)
+            return False
+        if self.assembly.is_writer:
+            if changed:
+                logger.info("changed since the last start: %s", describe_changes(changed))
+            self.folder.open(self.config, tokenizer_files(self.config))
+        return True
 
     def _train(self) -> None:
         while self.progress.step < self.config.training.steps and not self._stopping:
@@ -99,8 +117,13 @@ class Loop:
     def _finish(self) -> None:
         self._catch_up()
         checkpoint = self.config.checkpoint
-        if self._stopping:
+        if self._stopping and checkpoint.enable:
             logger.info("asked to stop: saving step %d", self.progress.step)
+        elif self._stopping:
+            logger.info(
+                "asked to stop at step %d: nothing is saved (checkpoint.enable = false)",
+                self.progress.step,
+            )
         elif self.config.validation.interval:
             self._compare_with_unigrams(self._validate())
         if checkpoint.enable and (checkpoint.save_at_end or self._stopping):
@@ -228,9 +251,10 @@ class Loop:
         entropy = unigram_entropy_nats(self.config)
         if entropy is not None:
             logger.info(
-                "validation loss %.3f nats, %.3f under the corpus's unigram entropy %.3f",
+                "validation loss %.3f nats, %.3f %s the unigram entropy %.3f of the training split",
                 loss,
-                entropy - loss,
+                abs(entropy - loss),
+                "under" if loss <= entropy else "over",
                 entropy,
             )
 
@@ -250,12 +274,12 @@ class Loop:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM or SIGINT to any rank: all save the same step and return."""
+        """A signal to stop, to any rank: all save the same step and return."""
 
         def ask(_signum: int, _frame: FrameType | None) -> None:
             self._stop_asked = True
 
-        old = {s: signal.signal(s, ask) for s in (signal.SIGTERM, signal.SIGINT)}
+        old = {s: signal.signal(s, ask) for s in stop_signals()}
         try:
             yield
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 from collections import Counter
@@ -15,6 +16,7 @@ from megascale.config import load_config
 from megascale.events import Header, Span, Sums, read_events
 from megascale.optim import learning_rate
 from megascale.telemetry.hooks import Hook
+from megascale.train import loop
 from megascale.train.loop import Loop
 from megascale.train.run_folder import RunFolder
 from tests.train.command import SMALL, end, flags, run_here, started, train_here, write_recipe
@@ -123,6 +125,22 @@ def test_validation_is_the_same_in_every_layout(tmp_path: Path, prepared: Path) 
     assert found["single"][1] < found["single"][0]
     assert found["tp2"] == pytest.approx(found["single"], rel=1e-5)
     assert found["pp2-dp2"] == pytest.approx(found["single"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("entropy", "word"), [(99.0, "under"), (1.0, "over")])
+def test_the_bar_is_told_in_words(
+    tmp_path: Path,
+    monkeypatch: Patch,
+    caplog: pytest.LogCaptureFixture,
+    entropy: float,
+    word: str,
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(loop, "unigram_entropy_nats", lambda _config: entropy)
+    assert train_here(monkeypatch, tmp_path / "run", "validation.interval=2") == 0
+    (line,) = (line for line in caplog.messages if line.startswith("validation loss"))
+    loss = metrics(tmp_path / "run")[-1]["validation_loss"]
+    assert f" {abs(entropy - loss):.3f} {word} the unigram entropy {entropy:.3f} of" in line
 
 
 def test_the_last_checkpoints_stay(tmp_path: Path, monkeypatch: Patch) -> None:

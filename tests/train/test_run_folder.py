@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import subprocess
 from pathlib import Path
@@ -176,3 +177,44 @@ def test_a_failure_is_raised_though_it_cannot_be_recorded(
     with pytest.raises(ConfigError, match="the real one"):
         start._become_rank(config, RankEnvironment(0, 2, 0, 2), resume=False)
     assert "the failure of rank 0 was not recorded: No space left" in caplog.text
+
+
+# ---------------------------------------------------------------- changes on resume
+
+
+def test_resume_says_what_is_not_as_before(run: Path, monkeypatch: Patch, caplog: Logs) -> None:
+    caplog.set_level(logging.INFO)
+    changes = flags(["training.steps=3", "training.global_batch_size=8", "optimizer.lr=0.002"])
+    old = RunFolder(run).load_config().optimizer.lr
+    assert run_here(monkeypatch, "train", str(run), "--resume", *changes) == 0
+    (line,) = (line for line in caplog.messages if line.startswith("changed since"))
+    for change in (
+        "training.global_batch_size: 4 -> 8",
+        "training.steps: 2 -> 3",
+        f"optimizer.lr: {old} -> 0.002",
+        f'-> "{run}"',
+    ):
+        assert change in line
+    assert line.count(" -> ") == 4
+
+
+def test_another_optimizer_is_refused(run: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    config = (run / "config.json").read_bytes()
+    changes = flags(["training.steps=3", "optimizer.name=lamb"])
+    assert run_here(monkeypatch, "train", str(run), "--resume", *changes) == 4
+    assert "optimizer.name 'adamw', this start has 'lamb'" in capsys.readouterr().err
+    assert (run / "config.json").read_bytes() == config
+
+
+def test_nothing_to_do_is_said_and_nothing_written(
+    run: Path, monkeypatch: Patch, caplog: Logs
+) -> None:
+    caplog.set_level(logging.INFO)
+    before = tree(run)
+    for name in ("lock", "telemetry/rank_00000.jsonl"):
+        del before[name]
+    changes = flags(["training.steps=1"])
+    assert run_here(monkeypatch, "train", str(run), "--resume", *changes) == 0
+    assert "nothing to do: the run is at step 2 of 1" in caplog.messages
+    assert before.items() <= tree(run).items()
+    assert RunFolder(run).load_config().training.steps == 2

@@ -68,6 +68,28 @@ def test_sigterm_saves_the_same_step_everywhere(tmp_path: Path, target: str) -> 
     assert f"asked to stop: saving step {step}" in output
 
 
+def test_a_closed_terminal_saves(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with started(_arguments(run, "training.steps=100000")) as process:
+        _wait_for_steps(run, process)
+        process.send_signal(signal.SIGHUP)
+        code, _, errors = end(process)
+    assert code == 0, errors
+    assert checkpoints(run) == [f"step-{metrics(run)[-1]['step']:08d}"]
+
+
+def test_stopped_without_checkpoints_it_says_that_nothing_is_saved(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with started(_arguments(run, "training.steps=100000", "checkpoint.enable=false")) as process:
+        _wait_for_steps(run, process)
+        process.send_signal(signal.SIGTERM)
+        code, output, errors = end(process)
+    assert code == 0, errors
+    step = metrics(run)[-1]["step"]
+    assert f"asked to stop at step {step}: nothing is saved (checkpoint.enable = false)" in output
+    assert "saving step" not in output
+
+
 def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with started(_arguments(run, "training.steps=100000")) as process:
