@@ -61,6 +61,12 @@ def draw(schedule: Schedule) -> str:
 
 def main() -> None:
     name, *sizes = sys.argv[1:] or ["1f1b", "4", "1", "8"]
+    if len(sizes) != 3 or not all(size.isdecimal() for size in sizes):
+        print(
+            "usage: python examples/draw_schedule.py SCHEDULE STAGES CHUNKS MICRO_BATCHES",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     stages, chunks, micro_batches = map(int, sizes)
     schedule = build_schedule(
         name,

@@ -42,6 +42,9 @@ def train(recorder: Recorder) -> None:
 
 
 def main() -> None:
+    if len(sys.argv) != 2:
+        print("usage: python examples/spans_around_a_loop.py FOLDER", file=sys.stderr)
+        sys.exit(2)
     path = line_file(Path(sys.argv[1]), rank=0)
     with LineWriter(path) as lines:
         recorder = Recorder(MonotonicClock(), lines, span_interval=4)

@@ -12,6 +12,7 @@ T tokens, D hidden, F ffn; a lower-case letter is the part of this rank.
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,12 @@ def mlp(x_tD: Tensor, up_fD: Tensor, down_Df: Tensor, group: dist.ProcessGroup) 
 
 
 def main() -> None:
+    if "LOCAL_RANK" not in os.environ:
+        print(
+            "usage: torchrun --standalone --nproc-per-node 2 examples/tensor_parallel_mlp.py",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     dist.init_process_group("nccl" if on_gpu else "gloo")

@@ -6,6 +6,8 @@ token is never fed: a table of P learned positions reads P tokens and writes one
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +23,10 @@ from megascale.model.transformer import TransformerChunk
 from megascale.serve.model import default_device, load_model
 from megascale.serve.sampling import Sampler
 
+logger = logging.getLogger(__name__)
+
+MIN_TEMPERATURE = 1e-3  # below, logits divided by it leave what fp32 can hold
+
 
 def generate_text(
     run: Path, prompt: str, *, max_new_tokens: int, temperature: float, top_k: int, seed: int
@@ -29,8 +35,9 @@ def generate_text(
 
     run  a run folder (its newest good checkpoint), or a checkpoint in one
     An empty prompt begins a document. Raises CheckpointError where nothing can be loaded,
-    ConfigError where the prompt is longer than the learned positions.
+    ConfigError where the prompt is longer than the learned positions or a value is not legal.
     """
+    _check_request(prompt, temperature, seed)
     saved = open_saved_model(run)
     tokenizer = _tokenizer(saved)
     prompt_ids = tokenizer.encode(prompt) or [tokenizer.end_of_document_id]
@@ -56,7 +63,7 @@ def generate_tokens(
 
     choose(logits_V)  the next token
     """
-    num_prompt, num_positions = len(prompt_ids), model.num_positions
+    num_prompt, num_positions, wanted = len(prompt_ids), model.num_positions, max_new_tokens
     if num_positions is not None:
         if num_prompt > num_positions:
             raise ConfigError(
@@ -72,6 +79,30 @@ def generate_tokens(
             return
         yield token
         fed = [token]
+    if max_new_tokens < wanted:
+        logger.warning(  # to standard error
+            "ended after %d of %d new tokens: the %d learned positions of the model are used up",
+            max_new_tokens,
+            wanted,
+            num_positions,
+        )
+
+
+def _check_request(prompt: str, temperature: float, seed: int) -> None:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the prompt is not UTF-8 at character {error.start}: {prompt[error.start]!r}; give it "
+            "in UTF-8"
+        ) from None
+    if temperature != 0.0 and not MIN_TEMPERATURE <= temperature < math.inf:
+        raise ConfigError(
+            f"temperature is {temperature}; legal are 0 (the likeliest token always) and finite "
+            f"values from {MIN_TEMPERATURE} on"
+        )
+    if not -(2**63) <= seed < 2**64:
+        raise ConfigError(f"seed is {seed}; legal are values of 64 bits, -2^63 to 2^64 - 1")
 
 
 @torch.no_grad()

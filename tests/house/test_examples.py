@@ -12,8 +12,8 @@ import pytest
 from tools.blocks import ROOT
 
 
-def _run(*command: str) -> str:
-    result = subprocess.run(
+def _ended(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, *command],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -21,6 +21,10 @@ def _run(*command: str) -> str:
         check=False,
         cwd=ROOT,
     )
+
+
+def _run(*command: str) -> str:
+    result = _ended(*command)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -53,3 +57,17 @@ def test_tensor_parallel_mlp() -> None:
     output = _run(*torchrun, "examples/tensor_parallel_mlp.py")
     assert "rank 0 of 2: (32, 32) equals" in output
     assert "rank 1 of 2: (32, 32) equals" in output
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("spans_around_a_loop.py",), ("tensor_parallel_mlp.py",), ("draw_schedule.py", "1f1b", "x")],
+    ids=lambda command: command[0],
+)
+def test_started_wrongly_they_say_how(command: tuple[str, ...]) -> None:
+    example = f"examples/{command[0]}"
+    result = _ended(example, *command[1:])
+    assert result.returncode == 2
+    assert result.stderr.startswith("usage: ")
+    assert example in result.stderr
+    assert result.stderr.count("\n") == 1

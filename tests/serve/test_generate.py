@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,7 +91,9 @@ def test_stops_at_the_end_of_the_document() -> None:
     assert list(stopped) == tokens[: tokens.index(end)]
 
 
-def test_learned_positions_end_the_text_and_bound_the_prompt() -> None:
+def test_learned_positions_end_the_text_and_bound_the_prompt(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     cfg = _cfg("tiny-gpt")
     model = build(cfg, num_positions=8, dtype=torch.float32)
 
@@ -100,9 +104,34 @@ def test_learned_positions_end_the_text_and_bound_the_prompt() -> None:
         )
 
     assert len(generate(5)) == 4  # the last is chosen from position 8 and not fed
+    assert "ended after 4 of 99 new tokens: the 8 learned positions" in caplog.text
     assert len(generate(8)) == 1
     with pytest.raises(ConfigError, match="9 tokens, the model has 8 learned positions"):
         generate(9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": os.fsdecode(b"caf\xe9")}, "not UTF-8 at character 3"),
+        ({"seed": 2**64}, "values of 64 bits"),
+        ({"seed": -(2**63) - 1}, "values of 64 bits"),
+        ({"temperature": 1e-320}, r"temperature is 1e-320; legal are 0 .* from 0\.001 on"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+    ],
+)
+def test_values_that_are_not_legal(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _generate(tmp_path, **{"prompt": "def", **changes})
+
+
+def test_the_ends_of_what_is_legal(tmp_path: Path) -> None:
+    cfg = _cfg()
+    save_run(tmp_path, cfg, build(cfg, dtype=torch.float32))
+    for seed in (-(2**63), 2**64 - 1):
+        text = _generate(tmp_path, "def", max_new_tokens=4, temperature=1e-3, seed=seed)
+        assert text.startswith("def")
 
 
 def test_sampling_follows_the_distribution() -> None:
