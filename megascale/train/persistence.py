@@ -23,7 +23,7 @@ from megascale.checkpoint.agree import Ranks
 from megascale.checkpoint.durable import write_durably
 from megascale.checkpoint.manifest import list_checkpoints
 from megascale.checkpoint.saved_model import find_checkpoint
-from megascale.errors import CheckpointError, ConfigError
+from megascale.errors import CheckpointError
 from megascale.telemetry.recorder import Recorder
 from megascale.train.assemble import Assembly
 from megascale.train.convert import hf_master_pieces_loader
@@ -69,11 +69,6 @@ class Persistence:
         source = self.config.checkpoint.initial_load_path
         if source:
             self._load_weights(Path(source))
-        elif self.config.checkpoint.initial_load_in_hf:
-            raise ConfigError(
-                "checkpoint.initial_load_in_hf is true, but checkpoint.initial_load_path is "
-                "empty; name the Hugging Face folder there, or set it to false"
-            )
         return Progress()
 
     def load(self, path: Path) -> Progress:
