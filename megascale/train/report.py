@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -113,7 +114,8 @@ class Reporter:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    with suppress(OSError):  # a closed terminal costs what it would show, nothing of the records
+        print(line, flush=True)
 
 
 def _throughput(assembly: Assembly) -> Throughput:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -65,6 +66,15 @@ def test_metrics_say_what_was_done(tmp_path: Path, monkeypatch: Patch) -> None:
         assert "mfu" not in line  # nobody knows a CPU's peak
     (events,) = (run / "tb").glob("events.out.tfevents.*")
     assert b"loss_metrics/global_avg_loss" in events.read_bytes()
+
+
+def test_a_closed_terminal_costs_no_record(tmp_path: Path, monkeypatch: Patch) -> None:
+    def closed(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("builtins.print", closed)
+    assert train_here(monkeypatch, tmp_path / "run") == 0
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]
 
 
 def test_the_run_folder_tells_where_it_came_from(
