@@ -6,6 +6,7 @@
     checkpoints/       step-N folders                logs/        output of local ranks
     tokenizer.json     (and tokenizer_config.json) copied from the data, so that the folder alone
                        can generate and export
+    last_checkpoint.json  step of the newest commit: a resume that finds none is refused
     lock               held by rank 0 as long as it lives; names its host and process
 
 A folder holds one run. Starting in a folder that holds one is refused unless resume is asked for,
