@@ -13,6 +13,7 @@ Weights are `[out, in]`. Creation leaves values undefined: `initialise` fills th
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -37,12 +38,12 @@ def _suffixed(blocks: RowBlocks, suffix: str) -> RowBlocks:
     return tuple((f"{name}.{suffix}", rows) for name, rows in blocks)
 
 
-class LogicalModule(nn.Module):
+class LogicalModule(nn.Module, ABC):
     """A module whose parameters are stacks of logical parameters."""
 
+    @abstractmethod
     def storage_blocks(self) -> dict[str, RowBlocks]:
         """For each parameter attribute, the (logical parameter name, global rows) it stacks."""
-        raise NotImplementedError
 
 
 class FusedLinear(LogicalModule):
