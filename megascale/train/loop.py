@@ -229,6 +229,8 @@ class Loop:
                 gc.collect(1)
         if self._pending is not None:
             return  # no boundary
+        if self._runs_ahead:
+            self.recorder.anchor()  # the device is idle: its clock is compared with the host's
         every = config.debug.check_replicas_interval
         if every and step % every == 0:
             check_replicas(self.assembly, f"step {step}")
