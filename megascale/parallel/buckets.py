@@ -42,15 +42,11 @@ class FlatBlock:
 
 @dataclass(frozen=True)
 class OwnedBlock:
-    """The part of a flat block inside this rank's range: shard elements [start, stop).
-
-    block_start  number of the part's first element inside the block
-    """
+    """The part of a flat block inside this rank's range: shard elements [start, stop)."""
 
     flat: FlatBlock
     start: int
     stop: int
-    block_start: int
 
 
 def one_run(pieces: Sequence[OwnedBlock]) -> tuple[int, int]:
@@ -141,7 +137,7 @@ class Bucket:
             stop = min(flat.stop, self.shard_stop)
             if start < stop:
                 origin = self.shard_start
-                pieces.append(OwnedBlock(flat, start - origin, stop - origin, start - flat.start))
+                pieces.append(OwnedBlock(flat, start - origin, stop - origin))
         return pieces
 
     def replicated_range(self) -> tuple[int, int]:

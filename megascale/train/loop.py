@@ -20,7 +20,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from megascale.checkpoint.manifest import list_checkpoints
-from megascale.data import GlobalBatchLoader
+from megascale.data import BatchSource
 from megascale.errors import NumericalError
 from megascale.optim import learning_rate
 from megascale.telemetry.recorder import Recorder
@@ -72,7 +72,7 @@ class Loop:
         self._last_nonfinite_step = 0
         self._stop_asked = False  # by a signal to this rank
         self._stopping = False  # agreed by all ranks
-        self._loader: GlobalBatchLoader | None = None
+        self._loader: BatchSource | None = None
 
     def run(self, *, resume: bool) -> None:
         """Train from the start, from a checkpoint (`resume`), or from given weights."""

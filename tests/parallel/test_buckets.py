@@ -126,10 +126,11 @@ def test_the_boxes_of_all_ranks_tile_each_logical_parameter(case: Case) -> None:
             for bucket in _buckets(case, tp_rank, dp_rank):
                 for piece in bucket.owned():
                     block = piece.flat.block
-                    last = min(piece.block_start + piece.stop - piece.start, block.box.num_elements)
+                    inside = bucket.shard_start + piece.start - piece.flat.start
+                    last = min(inside + piece.stop - piece.start, block.box.num_elements)
                     counts = copies if block.is_copy else covered
                     count = counts.setdefault(block.name, np.zeros(block.global_shape, np.int64))
-                    for _, box in range_boxes(block.box, min(piece.block_start, last), last):
+                    for _, box in range_boxes(block.box, min(inside, last), last):
                         corners = zip(box.offset, box.shape, strict=True)
                         count[tuple(slice(start, start + size) for start, size in corners)] += 1
     assert len(covered) == sum(len(part.rows) * (1 + part.bias) for part in case.parts) + int(

@@ -223,7 +223,6 @@ def test_soak_long(transfers: str) -> None:
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("transfers", ["decoupled", "coupled"])
 @pytest.mark.parametrize(("v", "schedule"), [(1, "1f1b"), (2, "interleaved_1f1b")])
 def test_gradients_on_gpus(v: int, schedule: str, transfers: str) -> None:
