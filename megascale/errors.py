@@ -49,6 +49,12 @@ class MissingExtraError(MegascaleError):
     exit_code = 7
 
 
+class FluxError(MegascaleError):
+    """A fused operator refuses its arguments, this machine cannot run it, or a peer did not come."""
+
+    exit_code = 8
+
+
 def require_extra(module_name: str, extra: str) -> MissingExtraError:
     """Build the one-line error for an absent optional package `module_name` of extra `extra`."""
     return MissingExtraError(
