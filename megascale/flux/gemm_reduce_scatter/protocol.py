@@ -1,0 +1,105 @@
+"""Who computes which tile when, where it goes and who adds it: GEMM + reduce-scatter (Flux 4.1).
+
+Contract. Every rank computes all rows of its partial product, a shard of rows (a destination) after
+the other: rank + 1, rank + 2, ..., and its own shard last. A tile of another destination is stored
+into slab `rank` of the owner's slot [world_size, rows_per_rank, N] and its flag is set there. A
+tile of the own shard is not stored: its epilogue waits for the flags of the same tile of every
+peer, adds the slabs and its own accumulator in rank order in fp32, and writes the result.
+
+- Slab `s` of the slot: written by rank `s` tile by tile, read by the owner's program of the same
+  tile, written again by the next use of the slot.
+- Flag `s * tiles_per_shard + position`: set by rank `s` after its stores are complete, waited for
+  and then reset by the owner's program of the same tile.
+
+The destinations rotate by rank, so that no two ranks write to one owner at a time.
+
+A tile grid covers one destination, and the last tile row is clipped there when it is stored. A tile
+without rows (short last shards) computes nothing, but its flag is set and waited for like any
+other: that makes the call an all-to-all dependency, on which the reuse of slots rests.
+
+**No deadlock**: only tiles of the own shard wait, and only for tiles of other destinations, which
+every program of every rank computes before its first own tile. Any number of programs ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megascale.flux.tiles import Tile, ceil_div, grouped, rows_per_rank, shard_rows
+
+
+@dataclass(frozen=True)
+class ScatterTiles:
+    """The protocol of one call on one rank. Equal on all ranks except for `rank`."""
+
+    num_rows: int
+    world_size: int
+    rank: int
+    block_m: int
+    tiles_n: int
+    group_m: int = 8
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.world_size, self
+        assert min(self.num_rows, self.block_m, self.tiles_n, self.group_m) >= 1, self
+
+    @property
+    def rows_per_rank(self) -> int:
+        return rows_per_rank(self.num_rows, self.world_size)
+
+    @property
+    def tiles_m(self) -> int:
+        """Tile rows of one destination."""
+        return ceil_div(self.rows_per_rank, self.block_m)
+
+    @property
+    def tiles_per_shard(self) -> int:
+        return self.tiles_m * self.tiles_n
+
+    @property
+    def num_tiles(self) -> int:
+        """Indices of `tile_at`; some may have no rows, where the last shards are short."""
+        return self.world_size * self.tiles_per_shard
+
+    @property
+    def num_flags(self) -> int:
+        return self.num_tiles
+
+    def tile_at(self, index: int) -> Tile:
+        """The tile that is computed `index`-th; `shard` is its destination."""
+        assert 0 <= index < self.num_tiles, (index, self)
+        step, position = divmod(index, self.tiles_per_shard)
+        tile_m, tile_n = grouped(position, self.tiles_m, self.tiles_n, self.group_m)
+        return Tile((self.rank + 1 + step) % self.world_size, tile_m, tile_n)
+
+    def rows_of(self, tile: Tile) -> range:
+        """Global rows that the tile writes: clipped at the end of its destination."""
+        _, end = shard_rows(self.num_rows, self.world_size, tile.shard)
+        first = tile.shard * self.rows_per_rank + tile.tile_m * self.block_m
+        return range(first, min(first + self.block_m, end))
+
+    def slab_row(self, source: int, tile: Tile) -> int:
+        """The tile's first row in the owner's slot, as [world_size * rows_per_rank] rows of N."""
+        return source * self.rows_per_rank + tile.tile_m * self.block_m
+
+    def flag_of(self, source: int, index: int) -> int:
+        """Flag of the tile at `index` of any rank's order, at the tile's owner, set by `source`.
+
+        The position inside the destination is the same on every rank.
+        """
+        return source * self.tiles_per_shard + index % self.tiles_per_shard
+
+    def is_own(self, index: int) -> bool:
+        """The tile is this rank's: it waits and adds. Else it is stored at its owner."""
+        return index >= (self.world_size - 1) * self.tiles_per_shard
+
+    def waits_of(self, index: int) -> list[int]:
+        """Flags that the tile at `index` waits for, in the order of the sum; it resets them."""
+        if not self.is_own(index):
+            return []
+        return [self.flag_of(peer, index) for peer in range(self.world_size) if peer != self.rank]
+
+    def slot_bytes(self, row_bytes: int) -> int:
+        """Bytes of the slot: [world_size, rows_per_rank] rows of the output. The own slab is not
+        used; leaving it out would save 1 / world_size and cost a case in every address."""
+        return self.world_size * self.rows_per_rank * row_bytes
