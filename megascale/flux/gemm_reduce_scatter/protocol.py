@@ -18,7 +18,8 @@ without rows (short last shards) computes nothing, but its flag is set and waite
 other: that makes the call an all-to-all dependency, on which the reuse of slots rests.
 
 **No deadlock**: only tiles of the own shard wait, and only for tiles of other destinations, which
-every program of every rank computes before its first own tile. Any number of programs ends.
+every program of every rank computes before its first own tile. Any number of programs ends, if all
+of a grid are resident at one time: one that starts late holds back tiles that others wait for.
 """
 
 from __future__ import annotations

@@ -1,0 +1,149 @@
+"""An arena over files that processes share, so that kernels and forms run on gloo ranks of a CPU.
+
+Same interface and turns as `megascale.flux.arena.Arena`. Copies happen at once (`side` and `join`
+do nothing), so it shows what is wrong with addresses, flags and turns, and not with streams.
+
+It is stricter than the real one. At the beginning of call i the slot of call i - 2 is free: its
+data is overwritten with NaN bytes (what reads too long finds them), and its flags must be zero
+(whoever waited for one has reset it). With `jitter_s` ranks sleep at the beginning and the end of
+turns.
+
+Kernels run under Triton's interpreter, which runs the programs of a grid one after another. So
+`num_sms` is 1 by default: with more, a program would wait for one that begins after its end.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megascale.flux.arena import NUM_FLAGS, NUM_SLOTS, Arena, Slot
+
+POISON = 0xFF  # a NaN in every floating-point type
+
+
+class SharedArena(Arena):
+    """Collective over `group`. `num_bytes`: capacity of a slot at first; it grows like the real."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_bytes: int = 1 << 16,
+        *,
+        num_sms: int = 1,
+        jitter_s: float = 0.0,
+    ) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = group.size()
+        self.device = torch.device("cpu")
+        self.deadline_ns = 0
+        self.reserved_sms = 0
+        self.one = torch.ones(1, dtype=torch.int32)
+        self.done = torch.zeros(64, dtype=torch.int32)
+        self.report = torch.zeros(8, dtype=torch.int64)
+        self.capacity = 0
+        self.turns = 0  # calls so far
+        self._num_sms = num_sms
+        self._jitter_s = jitter_s
+        self._random = random.Random(self.rank)
+        self._slots = []
+        self.reserve(num_bytes)
+
+    @property
+    def num_sms(self) -> int:
+        return self._num_sms
+
+    @contextmanager
+    def turn(self, num_bytes: int) -> Iterator[Slot]:
+        self._sleep()
+        self.reserve(num_bytes)
+        slot = self._slots[self.turns % NUM_SLOTS]
+        self._retire(self._slots[(self.turns + 1) % NUM_SLOTS])
+        self.turns += 1
+        yield slot
+        self._sleep()
+
+    def _retire(self, slot: Slot) -> None:
+        """The slot of the last call but one. Peers write into it from their next call on, and they
+        begin that after this rank has begun the present one."""
+        left = slot.flags[self.rank].nonzero().flatten().tolist()
+        assert not left, f"rank {self.rank}, call {self.turns}: flags {left[:10]} were not reset"
+        slot.data[self.rank].fill_(POISON)
+
+    def _sleep(self) -> None:
+        if self._jitter_s:
+            time.sleep(self._random.random() * self._jitter_s)
+
+    @contextmanager
+    def side(self) -> Iterator[None]:
+        yield
+
+    def join(self) -> None:
+        pass
+
+    def barrier(self) -> None:
+        dist.barrier(self.group)
+
+    def reserve(self, num_bytes: int) -> None:
+        if num_bytes <= self.capacity:
+            return
+        dist.barrier(self.group)  # nobody uses the old memory
+        self.capacity = -(-num_bytes // 4096) * 4096
+        folders = [tempfile.mkdtemp() if self.rank == 0 else None]
+        dist.broadcast_object_list(folders, group_src=0, group=self.group)
+        folder = Path(str(folders[0]))
+        ranks, turns = range(self.world_size), range(NUM_SLOTS)
+        flags = [
+            [_mapped(folder / f"flags{turn}_{rank}", NUM_FLAGS, torch.int32) for rank in ranks]
+            for turn in turns
+        ]
+        data = [
+            [_mapped(folder / f"data{turn}_{rank}", self.capacity, torch.uint8) for rank in ranks]
+            for turn in turns
+        ]
+        for slot in data:
+            slot[self.rank].fill_(POISON)
+        dist.barrier(self.group)
+        if self.rank == 0:
+            for path in folder.iterdir():
+                path.unlink()
+            folder.rmdir()
+        self._slots = [Slot(self.rank, data[t], flags[t], self.device) for t in turns]
+        self.turns += -self.turns % NUM_SLOTS  # turns begin again at slot 0
+
+
+def _mapped(path: Path, size: int, dtype: torch.dtype) -> Tensor:
+    """A file of zeros. A storage of its own for each rank and turn: the interpreter works on whole
+    storages."""
+    return torch.from_file(str(path), shared=True, size=size, dtype=dtype)
+
+
+def interpret_kernels() -> None:
+    """Call in a rank before it imports a module with kernels: Triton interprets them from here on.
+
+    Ranks are forked with triton imported and set to compile, so it is imported anew. The
+    interpreter copies every tensor argument back over itself after a launch, which would undo what
+    a peer wrote in between; it must not.
+    """
+    early = [
+        n for n, m in sys.modules.items() if n.startswith("megascale") and hasattr(m, "triton")
+    ]
+    assert not early, f"{early} were imported before the interpreter was asked for"
+    os.environ["TRITON_INTERPRET"] = "1"
+    for name in list(sys.modules):
+        if name.split(".")[0] == "triton" and not name.startswith("triton._C"):
+            del sys.modules[name]
+    from triton.runtime import interpreter
+
+    interpreter.GridExecutor._restore_args_dev = lambda *_args: None
