@@ -1,0 +1,1 @@
+"""Collectives over symmetric memory without a GEMM, and the waits and sums that other forms share."""

@@ -1,0 +1,168 @@
+"""Waiting for flags on the stream, and sums of received parts, as host calls.
+
+    wait_flags(arena, slot, range(W), skip_own=True)      # what copy engines of the peers announced
+    sum_parts(out_cN, parts_WcN, own=own_cN, rank=arena.rank, bias=bias_N)
+    sum_arrived(out_cN, parts_WcN, arena, slot, own=own_cN)   # the same, waiting for flags itself
+
+Cost: a launch each (about 2 us in a graph); the sum runs at the speed of memory.
+
+Legend: W ranks, c rows of a part, N columns.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megascale.flux.arena import Arena, Slot
+
+_TILE = 4096  # elements of a sum's tile: 16 a thread, two 16-byte loads a part in flight
+_MAX_COLUMNS = 2048
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def wait_flags(
+    arena: Arena, slot: Slot, indices: range, *, per_source: int = 1, skip_own: bool = True
+) -> None:
+    """The current stream waits until this rank's flags `indices` are set, and clears them.
+
+    per_source  flags a source: flag i was set by rank i // per_source (for the report)
+    skip_own    leave out the flags that would be this rank's own
+    One program that spins: never behind it on the stream what a peer waits for.
+    """
+    from megascale.flux.symmetric.kernel import wait_flags_kernel
+
+    if not len(indices) or (arena.world_size == 1 and skip_own):
+        return
+    wait_flags_kernel[(1,)](
+        slot.flag_ptrs,
+        arena.report,
+        arena.rank,
+        indices.start,
+        len(indices),
+        indices.step,
+        per_source,
+        BLOCK=min(128, next_power_of_2(len(indices))),
+        SKIP_OWN=skip_own,
+        DEADLINE_NS=arena.deadline_ns,
+        num_warps=1,
+    )
+
+
+def sum_parts(
+    out_cN: Tensor,
+    parts_WcN: Tensor,
+    own: Tensor | None = None,
+    rank: int = -1,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """out_cN = sum over the parts in rank order, in fp32, plus bias [N]; returns it.
+
+    own   [c, N] replaces part `rank` (what this rank computed need not be copied into the slot)
+    All may have strides between rows, none between columns. 16-byte accesses where rows are
+    multiples of 16 elements.
+    """
+    _launch_sum(out_cN, parts_WcN, own, bias, rank, {"WAIT": False})
+    return out_cN
+
+
+def sum_arrived(
+    out_cN: Tensor,
+    parts_WcN: Tensor,
+    arena: Arena,
+    slot: Slot,
+    *,
+    own: Tensor | None = None,
+    bias: Tensor | None = None,
+    first_flag: int = 0,
+    flags_per_source: int | None = None,
+    rows_per_flag: int | None = None,
+    counter: int = 0,
+) -> Tensor:
+    """`sum_parts` in which every program waits for the flags of its rows; clears them at the end.
+
+    Flag of (source, row): first_flag + source * flags_per_source + row // rows_per_flag. By default
+    one flag a source.
+    counter  word of `arena.done` that counts finished programs: another one for each sum that may
+             run at the same time
+    """
+    rows = out_cN.shape[0]
+    rows_per_flag = max(1, rows) if rows_per_flag is None else rows_per_flag
+    num_flags = max(1, -(-rows // rows_per_flag))
+    flags_per_source = num_flags if flags_per_source is None else flags_per_source
+    if out_cN.numel() == 0:  # the call is still a dependency on every peer (arena.py)
+        everybody = range(first_flag, first_flag + arena.world_size * flags_per_source)
+        wait_flags(arena, slot, everybody[::flags_per_source], per_source=flags_per_source)
+        return out_cN
+    flags = {
+        "WAIT": arena.world_size > 1,
+        "flag_ptrs": slot.flag_ptrs,
+        "done_ptr": arena.done[counter:],
+        "report_ptr": arena.report,
+        "first_flag": first_flag,
+        "flags_per_source": flags_per_source,
+        "rows_per_flag": rows_per_flag,
+        "BLOCK_F": min(32, next_power_of_2(max(1, (arena.world_size - 1) * num_flags))),
+        "DEADLINE_NS": arena.deadline_ns,
+    }
+    _launch_sum(out_cN, parts_WcN, own, bias, arena.rank, flags)
+    return out_cN
+
+
+def _launch_sum(
+    out_cN: Tensor,
+    parts_WcN: Tensor,
+    own: Tensor | None,
+    bias: Tensor | None,
+    rank: int,
+    flags: dict[str, Any],
+) -> None:
+    from megascale.flux.symmetric.kernel import sum_parts_kernel
+
+    rows, columns = out_cN.shape
+    assert parts_WcN.shape[1:] == out_cN.shape, (parts_WcN.shape, out_cN.shape)
+    assert own is None or (own.shape == out_cN.shape and rank >= 0), (own, rank)
+    for tensor in (out_cN, parts_WcN, own, bias):
+        assert tensor is None or tensor.shape[-1] == 1 or tensor.stride(-1) == 1, tensor.stride()
+    if out_cN.numel() == 0:
+        return
+    block_c = min(_MAX_COLUMNS, next_power_of_2(columns))
+    block_r = min(_TILE // block_c, next_power_of_2(rows))
+    grid = -(-rows // block_r) * -(-columns // block_c)
+    arguments = {
+        "flag_ptrs": None,
+        "done_ptr": None,
+        "report_ptr": None,
+        "first_flag": 0,
+        "flags_per_source": 1,
+        "rows_per_flag": rows,
+        "BLOCK_F": 1,
+        "DEADLINE_NS": 0,
+        **flags,
+    }
+    sum_parts_kernel[(grid,)](
+        out_cN,
+        parts_WcN,
+        own,
+        bias,
+        rows=rows,
+        columns=columns,
+        stride_out=out_cN.stride(0),
+        stride_own=0 if own is None else own.stride(0),
+        stride_part=parts_WcN.stride(0),
+        stride_row=parts_WcN.stride(1),
+        RANK=rank,
+        WORLD=parts_WcN.shape[0],
+        HAS_OWN=own is not None,
+        HAS_BIAS=bias is not None,
+        BLOCK_R=block_r,
+        BLOCK_C=block_c,
+        num_warps=8,
+        **arguments,
+    )

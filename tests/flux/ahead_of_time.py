@@ -1,0 +1,49 @@
+"""Compiles kernels for GPUs that are not there and shows their PTX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+TARGETS = (80, 90)
+
+
+def ptx(
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    capability: int,
+    *,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> str:
+    """PTX of `kernel`.
+
+    types      by argument, as Triton's signatures name them ("*bf16", "i32"); a trailing ":16" says
+               that 16 divides the value, which the launcher finds out at run time
+    constants  of the constexpr arguments; of pointers that are None too
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    missing = set(names) - set(types) - set(constants)
+    unknown = (set(types) | set(constants)) - set(names)
+    assert not missing, missing
+    assert not unknown, unknown
+    signature = {n: "constexpr" if n in constants else types[n].removesuffix(":16") for n in names}
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, n in enumerate(names)
+        if n in types and types[n].endswith(":16")
+    }
+    source = ASTSource(
+        kernel, signature, {(names.index(n),): v for n, v in constants.items()}, attributes
+    )
+    compiled = triton.compile(
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": num_warps, "num_stages": num_stages},
+    )
+    return str(compiled.asm["ptx"])
