@@ -11,8 +11,6 @@ program alone.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -20,19 +18,19 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
-def set_flag(ptr: Any) -> None:
+def set_flag(ptr):
     """Publish what this program has written so far. After stores by several threads: barrier first."""
     tl.atomic_xchg(ptr, 1, sem="release", scope="sys")
 
 
 @triton.jit
-def clear_flag(ptr: Any) -> None:
+def clear_flag(ptr):
     """Put a flag that was waited for back to rest."""
     tl.store(ptr, 0)
 
 
 @triton.jit
-def read_flag(ptr: Any) -> Any:
+def read_flag(ptr):
     """The word, and everything its writer had written before it."""
     if INTERPRETED:
         return tl.atomic_add(ptr, 0, sem="acquire", scope="sys")
@@ -48,7 +46,7 @@ def read_flag(ptr: Any) -> Any:
 
 
 @triton.jit
-def nanoseconds() -> Any:
+def nanoseconds():
     """The device's global timer; ticks about once a microsecond."""
     return tl.inline_asm_elementwise(
         "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
@@ -56,7 +54,7 @@ def nanoseconds() -> Any:
 
 
 @triton.jit
-def wait_flag(ptr: Any, report_ptr: Any, source: Any, tile: Any, DEADLINE_NS: tl.constexpr) -> None:
+def wait_flag(ptr, report_ptr, source, tile, DEADLINE_NS: tl.constexpr):
     """Spin until the flag is set. It stays set.
 
     With a deadline (debug mode) a wait that runs out writes (1, source, tile) to `report_ptr`, which
@@ -83,9 +81,7 @@ def wait_flag(ptr: Any, report_ptr: Any, source: Any, tile: Any, DEADLINE_NS: tl
 
 
 @triton.jit
-def barrier_kernel(
-    count_ptrs: Any, report_ptr: Any, rank: Any, WORLD: tl.constexpr, DEADLINE_NS: tl.constexpr
-) -> None:
+def barrier_kernel(count_ptrs, report_ptr, rank, WORLD: tl.constexpr, DEADLINE_NS: tl.constexpr):
     """Every rank has arrived. Rank r's word [r] counts its own arrivals, word [s] those of rank s.
 
     Counted, unlike flags: a barrier has no buffer whose turns would order two of them. One program.
