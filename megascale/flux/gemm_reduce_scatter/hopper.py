@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -349,6 +351,12 @@ def gemm_reduce_scatter_hopper(
     )
 
 
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Device memory for the descriptors that programs make of peers' slots: 128 bytes each."""
+    del alignment, stream  # torch aligns to 512 bytes and orders by the current stream
+    return torch.empty(size, dtype=torch.uint8, device="cuda")
+
+
 _DRAIN_STEPS = 8  # K steps after which the previous tile's store is certainly written
 _RECEIVE_STEPS = 12  # K steps before the end of a tile at which what peers wrote is loaded
 
@@ -373,6 +381,7 @@ def launch(
     received = slot.view(rank, (world * rows, columns), x_mK.dtype)
     if out.shape[0] == 0:  # no own rows: the tiles without rows still close the call
         out = out.new_empty(1, columns)
+    triton.set_allocator(_scratch)
     k_steps = ceil_div(x_mK.shape[1], config.block_k)
     drain_at = min(_DRAIN_STEPS, k_steps // 2)
     gemm_reduce_scatter_hopper[(min(arena.num_sms, grid.num_tiles),)](

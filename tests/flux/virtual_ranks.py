@@ -1,0 +1,85 @@
+"""Several ranks of a group on one GPU: the protocols of the fused operators without a second device.
+
+Every rank has a stream and half of the SMs (or fewer), so that the kernels of all ranks are resident
+at once and really exchange tiles and flags through memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megascale.flux.arena import NUM_FLAGS, NUM_SLOTS, Slot
+
+
+class VirtualArena:
+    """What forms use of an `Arena`, for one of several ranks on the current device."""
+
+    group = None
+
+    def __init__(self, rank: int, slots: list[Slot], num_sms: int, deadline_ns: int) -> None:
+        self.rank, self.world_size = rank, slots[0].world_size
+        self.device = slots[0].data[0].device
+        self.num_sms, self.deadline_ns = num_sms, deadline_ns
+        self.one = torch.ones(1, dtype=torch.int32, device=self.device)
+        self.done = torch.zeros(64, dtype=torch.int32, device=self.device)
+        self.report = torch.zeros(8, dtype=torch.int64, pin_memory=True)
+        self.stream = torch.cuda.Stream()
+        self._copies = torch.cuda.Stream()
+        self._slots, self._turn = slots, 0
+
+    @contextmanager
+    def turn(self, num_bytes: int) -> Iterator[Slot]:
+        slot = self._slots[self._turn]
+        assert num_bytes <= slot.data[0].numel(), (num_bytes, slot.data[0].numel())
+        self._turn = (self._turn + 1) % NUM_SLOTS
+        yield slot
+
+    @contextmanager
+    def side(self) -> Iterator[None]:
+        self._copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copies):
+            yield
+
+    def join(self) -> None:
+        torch.cuda.current_stream().wait_stream(self._copies)
+
+
+def virtual_arenas(world_size: int, capacity: int, deadline_s: float = 10.0) -> list[VirtualArena]:
+    """An arena a rank; slots are poisoned with NaN."""
+    device = torch.device("cuda")
+    data = [
+        [torch.full((capacity,), 255, dtype=torch.uint8, device=device) for _ in range(world_size)]
+        for _ in range(NUM_SLOTS)
+    ]
+    flags = [
+        [torch.zeros(NUM_FLAGS, dtype=torch.int32, device=device) for _ in range(world_size)]
+        for _ in range(NUM_SLOTS)
+    ]
+    sms = torch.cuda.get_device_properties(device).multi_processor_count // world_size
+    arenas = []
+    for rank in range(world_size):
+        slots = [Slot(rank, d, f, device) for d, f in zip(data, flags, strict=True)]
+        arenas.append(VirtualArena(rank, slots, sms, int(deadline_s * 1e9)))
+    torch.cuda.synchronize()
+    return arenas
+
+
+def on_all(arenas: list[VirtualArena], call: Callable[[int, VirtualArena], Any]) -> list[Any]:
+    """`call(rank, arena)` of every rank on its stream, all in flight together; then synchronised."""
+    torch.cuda.synchronize()
+    results = []
+    for rank, arena in enumerate(arenas):
+        with torch.cuda.stream(arena.stream):
+            results.append(call(rank, arena))
+    torch.cuda.synchronize()
+    return results
+
+
+def flags_at_rest(arenas: list[VirtualArena]) -> bool:
+    """Every flag is zero, as between calls."""
+    slots = [slot for arena in arenas[:1] for slot in arena._slots]
+    return all(int(f.abs().max()) == 0 for slot in slots for f in slot.flags)
