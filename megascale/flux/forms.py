@@ -20,53 +20,67 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 from megascale.errors import FluxError
+from megascale.flux.problem import Problem
 
 Form = Callable[..., Any]
 
+
+class Place(NamedTuple):
+    """Where a form is: module below `megascale.flux`, function, and the module of its `candidates`.
+
+    by_device  `candidates` asks for the compute capability too
+    """
+
+    module: str
+    function: str
+    configs: str = ""
+    by_device: bool = False
+
+
 _AG, _RS, _AR = "all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"
 
-FORMS: dict[str, dict[str, tuple[str, str]]] = {
+FORMS: dict[str, dict[str, Place]] = {
     "ag_gemm": {
-        "nccl": (f"{_AG}.nccl", _AG),
-        "symm_mem": ("torch_symm", _AG),
-        "plain": (f"{_AG}.plain", _AG),
-        "chunked": (f"{_AG}.chunked", _AG),
-        "fused": (f"{_AG}.launch", _AG),
-        "few_rows": (f"{_AG}.few_rows", _AG),
+        "nccl": Place(f"{_AG}.nccl", _AG),
+        "symm_mem": Place("torch_symm", _AG),
+        "plain": Place(f"{_AG}.plain", _AG),
+        "chunked": Place(f"{_AG}.chunked", _AG, f"{_AG}.chunked"),
+        "fused": Place(f"{_AG}.launch", _AG, f"{_AG}.config", by_device=True),
+        "few_rows": Place(f"{_AG}.few_rows", _AG),
     },
     "gemm_rs": {
-        "nccl": (f"{_RS}.nccl", _RS),
-        "symm_mem": ("torch_symm", _RS),
-        "plain": (f"{_RS}.plain", _RS),
-        "chunked": (f"{_RS}.chunked", _RS),
-        "fused": (f"{_RS}.launch", _RS),
-        "few_rows": (f"{_RS}.few_rows", _RS),
+        "nccl": Place(f"{_RS}.nccl", _RS),
+        "symm_mem": Place("torch_symm", _RS),
+        "plain": Place(f"{_RS}.plain", _RS),
+        "chunked": Place(f"{_RS}.chunked", _RS, f"{_RS}.chunked"),
+        "fused": Place(f"{_RS}.launch", _RS, f"{_RS}.config", by_device=True),
+        "few_rows": Place(f"{_RS}.few_rows", _RS),
     },
     "gemm_ar": {
-        "nccl": (f"{_AR}.nccl", _AR),
-        "one_shot": ("torch_symm", "one_shot"),
-        "two_shot": ("torch_symm", "two_shot"),
-        "plain": (f"{_AR}.plain", _AR),
-        "chunked": (f"{_AR}.chunked", _AR),
-        "fused": (f"{_AR}.launch", _AR),
-        "few_rows": (f"{_AR}.few_rows", _AR),
+        "nccl": Place(f"{_AR}.nccl", _AR),
+        "one_shot": Place("torch_symm", "one_shot"),
+        "two_shot": Place("torch_symm", "two_shot"),
+        "plain": Place(f"{_AR}.plain", _AR),
+        "chunked": Place(f"{_AR}.chunked", _AR),
+        "fused": Place(f"{_AR}.launch", _AR),
+        "few_rows": Place(f"{_AR}.few_rows", _AR),
     },
     "all_gather": {
-        "nccl": ("nccl", "all_gather"),
-        "plain": ("all_gather.launch", "all_gather"),
+        "nccl": Place("nccl", "all_gather"),
+        "plain": Place("symmetric.all_gather", "all_gather"),
     },
     "reduce_scatter": {
-        "nccl": ("nccl", "reduce_scatter"),
-        "plain": ("reduce_scatter.launch", "reduce_scatter"),
+        "nccl": Place("nccl", "reduce_scatter"),
+        "plain": Place("symmetric.reduce_scatter", "reduce_scatter"),
     },
     "all_reduce": {
-        "nccl": ("nccl", "all_reduce"),
-        "one_shot": ("torch_symm", "one_shot_all_reduce"),
-        "two_shot": ("torch_symm", "two_shot_all_reduce"),
-        "plain": ("all_reduce.launch", "all_reduce"),
+        "nccl": Place("nccl", "all_reduce"),
+        "one_shot": Place("torch_symm", "one_shot_all_reduce"),
+        "two_shot": Place("torch_symm", "two_shot_all_reduce"),
+        "plain": Place("symmetric.all_reduce", "all_reduce"),
     },
 }
 
@@ -76,15 +90,36 @@ def forms(op: str) -> dict[str, Form]:
 
     Raises FluxError for an operator that does not exist.
     """
-    return {name: _lazy(*place) for name, place in _table(op).items()}
+    return {name: _lazy(p.module, p.function) for name, p in _table(op).items()}
+
+
+def configs(op: str, name: str, problem: Problem, capability: tuple[int, int]) -> list[Any]:
+    """Configurations of a form worth timing, for its keyword `config`; the first is its default.
+
+    Empty where a form has none: it is called without the keyword.
+    """
+    place = _table(op)[name]
+    if not place.configs:
+        return []
+    candidates = _load(place.configs, "candidates")
+    found: list[Any] = candidates(problem, capability) if place.by_device else candidates(problem)
+    return found
 
 
 def missing(op: str) -> list[str]:
     """Names of forms whose module is not in this installation (a form without its kernel)."""
-    return [n for n, (module, _) in _table(op).items() if not find_spec(f"megascale.flux.{module}")]
+    return [name for name, place in _table(op).items() if not _exists(place.module)]
 
 
-def _table(op: str) -> dict[str, tuple[str, str]]:
+@cache
+def _exists(module: str) -> bool:
+    try:
+        return find_spec(f"megascale.flux.{module}") is not None
+    except ModuleNotFoundError:  # its package
+        return False
+
+
+def _table(op: str) -> dict[str, Place]:
     if op not in FORMS:
         raise FluxError(f"op is {op!r}; the operators are {', '.join(FORMS)}")
     return FORMS[op]
