@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 Tune = Literal["cache", "now"]
 REFERENCE = "nccl"
+FAR_BEHIND = 1.5  # times the best, in the better of two rounds
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,7 @@ class Tuner:
             )
         by_label = {c.label: c for c in sorted(candidates, key=lambda c: c.label)}
         assert len(by_label) == len(candidates), [c.label for c in candidates]
-        probes = self._probes(self._right(by_label))
-        ms = medians(interleave(probes, self._num_rounds), self._group)
+        ms = self._times(self._probes(self._right(by_label)))
         best = by_label[min(ms, key=lambda label: (ms[label], label))]
         choice = Choice(best.name, best.plain_config, ms)
         self._known[key] = choice
@@ -146,6 +146,16 @@ class Tuner:
         if self._group is None or self._group.rank() == 0:
             self._cache.save()
         return best
+
+    def _times(self, probes: dict[str, Probe]) -> dict[str, float]:
+        """Milliseconds by label. Who is far behind twice is not asked again."""
+        samples = interleave(probes, 2)
+        best = slowest_rank({label: min(times) for label, times in samples.items()}, self._group)
+        limit = FAR_BEHIND * min(best.values())
+        finalists = {label: probes[label] for label in probes if best[label] <= limit}
+        for label, times in interleave(finalists, self._num_rounds - 2).items():
+            samples[label] += times
+        return medians(samples, self._group)
 
     def _right(self, by_label: dict[str, Candidate]) -> dict[str, Candidate]:
         """The candidates whose values agree with the reference's, and the reference itself."""
@@ -159,7 +169,7 @@ class Tuner:
                 problem = mismatch(tensors_of(candidate.run()), wanted)
             except Exception as error:  # noqa: BLE001 - a candidate is tried: its failure is its end
                 problem = f"fails: {error}"
-            if self._all_agree(label, problem):
+            if agreed(label, problem, self._group):
                 right[label] = candidate
         return dict(sorted(right.items()))
 
@@ -174,15 +184,16 @@ class Tuner:
                 if label == REFERENCE:
                     raise
                 problem = f"cannot be timed: {error}"
-            if not self._all_agree(label, problem):
+            if not agreed(label, problem, self._group):
                 probes.pop(label, None)
         return probes
 
-    def _all_agree(self, label: str, problem: str) -> bool:
-        """Whether no rank has a problem with the candidate; a warning says what and where."""
-        if problem:
-            logger.warning("tuner: %s is excluded: %s", label, problem)
-        return slowest_rank({label: float(bool(problem))}, self._group)[label] == 0.0
+
+def agreed(label: str, problem: str, group: dist.ProcessGroup | None) -> bool:
+    """Whether no rank has a `problem` with this method. Collective; a warning says which it is."""
+    if problem:
+        logger.warning("%s is excluded: %s", label, problem)
+    return slowest_rank({label: float(bool(problem))}, group)[label] == 0.0
 
 
 def _matching(choice: Choice, candidates: Sequence[Candidate]) -> Candidate | None:

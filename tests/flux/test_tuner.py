@@ -70,7 +70,7 @@ def _choose(ms: dict[str, float], candidates: list[Candidate], **options: Any) -
 
 
 def test_the_fastest_is_chosen_by_the_median_of_interleaved_rounds() -> None:
-    timer = FakeTimer({"nccl": 2.0, "chunked": 1.5, "fused-128": 1.2, "fused-64": 1.1})
+    timer = FakeTimer({"nccl": 1.6, "chunked": 1.5, "fused-128": 1.2, "fused-64": 1.1})
     candidates = [
         _candidate("nccl"),
         _candidate("chunked"),
@@ -90,7 +90,7 @@ def test_the_fastest_is_chosen_by_the_median_of_interleaved_rounds() -> None:
             "chunked": 1.5,
             "fused(block_m=128, stages=3)": 1.2,
             "fused(block_m=64, stages=3)": 1.1,
-            "nccl": 2.0,
+            "nccl": 1.6,
         },
     )
     assert tuner.known(KEY) == cache.get(KEY)
@@ -109,6 +109,14 @@ def test_one_slow_round_does_not_decide() -> None:
     timer.prepare = prepare  # type: ignore[method-assign]
     tuner = Tuner(TuningCache(), None, timer, tune="now", num_rounds=5)
     assert tuner.choose(KEY, [_candidate("nccl"), _candidate("fused")]).name == "fused"
+
+
+def test_who_is_far_behind_twice_is_not_asked_again() -> None:
+    timer = FakeTimer({"nccl": 2.0, "chunked": 1.4, "fused": 1.0})
+    tuner = Tuner(TuningCache(), None, timer, tune="now", num_rounds=3)
+    assert tuner.choose(KEY, [_candidate(name) for name in timer.ms]).name == "fused"
+    bursts = {name: timer.calls.count(name) for name in timer.ms}
+    assert bursts == {"nccl": 2, "chunked": 3, "fused": 3}
 
 
 def test_equal_times_go_by_name() -> None:
