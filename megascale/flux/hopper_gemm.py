@@ -72,6 +72,16 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def stage_before(stage, STAGES: gl.constexpr):
+    """The stage that was used before this one.
+
+    Computed, not remembered: a variable that a loop body sets to another variable's entry value is
+    taken for loop-invariant by Triton 3.6, silently.
+    """
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
 def load_steps(
     a_desc,
     b_desc,
@@ -123,7 +133,6 @@ def multiply_steps(
     One wgmma group stays in flight while the next stage is awaited; the stage before it is given
     back then.
     """
-    last = stage
     for step in range(first, end):
         mbarrier.wait(full.index(stage), phase)
         b = b_ring.index(stage)
@@ -131,11 +140,10 @@ def multiply_steps(
             b = b.permute((1, 0))
         acc = warpgroup_mma(a_ring.index(stage), b, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
-        mbarrier.arrive(empty.index(last), pred=step > first)
-        last = stage
+        mbarrier.arrive(empty.index(stage_before(stage, STAGES)), pred=step > first)
         stage, phase = advance(stage, phase, STAGES)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index(last), pred=end > first)
+    mbarrier.arrive(empty.index(stage_before(stage, STAGES)), pred=end > first)
     return acc, stage, phase
 
 

@@ -195,7 +195,7 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["rank"])
 def all_gather_gemm_hopper(
     own_desc,
     gathered_desc,

@@ -238,7 +238,7 @@ def _consume(
     _publish(pending)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["rank"])
 def gemm_reduce_scatter_hopper(
     x_desc,
     weight_desc,
