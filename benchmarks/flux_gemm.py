@@ -42,18 +42,16 @@ class Tiles:
     block_k: int = 64
     group_m: int = 8
     num_stages: int = 3
-    c_split: int = 1
     chunks: int = 1
 
     @property
     def name(self) -> str:
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        return f"{tile} s{self.num_stages} g{self.group_m} c{self.c_split}"
+        return f"{tile} s{self.num_stages} g{self.group_m}"
 
 
 CONFIGS = [
     Tiles(),
-    Tiles(num_stages=4, c_split=2),
     Tiles(group_m=16),
     Tiles(group_m=4),
     Tiles(block_m=256, block_n=128),

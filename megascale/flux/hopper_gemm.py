@@ -159,35 +159,15 @@ def init_ring(STAGES: gl.constexpr):
 
 
 @gluon.jit
-def store_tile(desc, row, column, acc, c_tile, C_SPLIT: gl.constexpr):
-    """Start the TMA store of acc [BLOCK_M, BLOCK_N]. `c_tile` must be free, and is busy after.
+def store_tile(desc, row, column, acc, c_tile):
+    """Start the TMA store of acc. `c_tile` must be free, and is busy until the store is waited for.
 
-    With C_SPLIT 2 it holds half of the columns and the second half waits until the first was read:
-    half the memory, which buys a stage of the ring, for about a microsecond a tile.
+    Storing it in halves, to make room for a fourth stage of the ring, gained nothing (docs/log.md).
     """
-    if C_SPLIT == 1:
-        c_tile.store(acc.to(desc.dtype))
-        fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(desc, [row, column], c_tile)
-    else:
-        gl.static_assert(C_SPLIT == 2)
-        BLOCK_M: gl.constexpr = acc.shape[0]
-        HALF: gl.constexpr = acc.shape[1] // 2
-        HALF_ACC: gl.constexpr = accumulator_layout(HALF)
-        left, right = acc.reshape([BLOCK_M, 2, HALF]).permute(0, 2, 1).split()
-        left = gl.convert_layout(left.to(desc.dtype), HALF_ACC, assert_trivial=True)
-        right = gl.convert_layout(right.to(desc.dtype), HALF_ACC, assert_trivial=True)
-        c_tile.store(left)
-        fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(desc, [row, column], c_tile)
-        tma.store_wait(0)
-        gl.thread_barrier()
-        c_tile.store(right)
-        fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(desc, [row, column + HALF], c_tile)
+    c_tile.store(acc.to(desc.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(desc, [row, column], c_tile)
 
 
 @gluon.jit

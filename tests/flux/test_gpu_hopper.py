@@ -29,7 +29,6 @@ class Tiles:
     group_m: int = 8
     num_stages: int = 3
     chunks: int = 1
-    c_split: int = 1
 
 
 def _data(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -109,7 +108,7 @@ GATHER = [
     (2, 1, 256, 64, "NK", False, Tiles()),
     (3, 1027, 776, 136, "NK", False, Tiles(block_n=128, num_stages=4)),
     (4, 4096, 1024, 512, "NK", False, Tiles(block_m=256, block_n=128)),
-    (2, 4096, 2048, 512, "NK", True, Tiles(num_stages=4, c_split=2)),
+    (2, 4096, 2048, 512, "NK", True, Tiles(block_n=128, num_stages=5)),
     (8, 4096, 512, 512, "NK", False, Tiles()),
 ]
 

@@ -175,7 +175,6 @@ def _consume(
     STRADDLE: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     ACC: gl.constexpr,
-    C_SPLIT: gl.constexpr,
 ):
     stage = 0
     phase = 0
@@ -191,7 +190,7 @@ def _consume(
             acc = add_bias(acc, bias_ptr, n * BLOCK_N, num_columns, BLOCK_N, ACC)
         tma.store_wait(0)
         gl.thread_barrier()
-        store_tile(out_desc, row, n * BLOCK_N, acc, c_tile, C_SPLIT)
+        store_tile(out_desc, row, n * BLOCK_N, acc, c_tile)
     tma.store_wait(0)
 
 
@@ -227,7 +226,6 @@ def all_gather_gemm_hopper(
     HAS_BIAS: gl.constexpr,
     CLEAR: gl.constexpr,
     DEADLINE_NS: gl.constexpr,
-    C_SPLIT: gl.constexpr = 1,
 ):
     """One program an SM; see the module."""
     ACC: gl.constexpr = accumulator_layout(BLOCK_N)
@@ -237,9 +235,7 @@ def all_gather_gemm_hopper(
         [STAGES, weight_desc.block_shape[0], weight_desc.block_shape[1]],
         weight_desc.layout,
     )
-    c_tile = gl.allocate_shared_memory(
-        out_desc.dtype, [BLOCK_M, BLOCK_N // C_SPLIT], out_desc.layout
-    )
+    c_tile = gl.allocate_shared_memory(out_desc.dtype, [BLOCK_M, BLOCK_N], out_desc.layout)
     full, empty = init_ring(STAGES)
     gl.warp_specialize(
         [
@@ -269,7 +265,6 @@ def all_gather_gemm_hopper(
                     STRADDLE,
                     HAS_BIAS,
                     ACC,
-                    C_SPLIT,
                 ),  # fmt: skip
             ),
             (
@@ -352,7 +347,7 @@ def launch(
         descriptor(x_own if x_own.shape[0] else gathered, a_block),
         descriptor(gathered, a_block),
         weight_descriptor(weight, layout, config.block_n, config.block_k),
-        descriptor(out, (config.block_m, config.block_n // config.c_split)),
+        descriptor(out, (config.block_m, config.block_n)),
         out if bias is None else bias,
         flags,
         arena.done,
@@ -379,6 +374,5 @@ def launch(
         HAS_BIAS=bias is not None,
         CLEAR=clear and world > 1,
         DEADLINE_NS=arena.deadline_ns,
-        C_SPLIT=config.c_split,
         num_warps=CONSUMER_WARPS.value,
     )

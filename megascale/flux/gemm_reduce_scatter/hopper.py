@@ -209,7 +209,7 @@ def _consume(
             acc, stage, phase = multiply_steps(
                 acc, drain_at, k_steps, stage, phase, a_ring, b_ring, full, empty, KN, STAGES
             )
-            store_tile(slot_desc, m * BLOCK_M, n * BLOCK_N, acc, c_tile, 1)
+            store_tile(slot_desc, m * BLOCK_M, n * BLOCK_N, acc, c_tile)
             pending = flag_base + (rank * tiles + t - begin).to(gl.int64) * 4
     for t in range(_first_tile(own, program, programs), own + tiles, programs):
         m, n = tile_in_shard(t - own, tiles_m, tiles_n, GROUP_M)
@@ -234,7 +234,7 @@ def _consume(
                 gl.thread_barrier()
                 mbarrier.arrive(c_free)
         gl.thread_barrier()
-        store_tile(out_desc, m * BLOCK_M, n * BLOCK_N, acc, c_tile, 1)
+        store_tile(out_desc, m * BLOCK_M, n * BLOCK_N, acc, c_tile)
     _publish(pending)
 
 
