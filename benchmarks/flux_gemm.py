@@ -1,10 +1,10 @@
 """The GEMM engine of the fused operators against cuBLAS, on one GPU, without communication.
 
-    python -m benchmarks.flux_gemm [--rows 2048,4096] [--shapes llama70b-o] [--configs all]
+    python -m benchmarks.flux_gemm [--rows 2048,4096] [--shapes llama70b-o]
 
-A fused operator can hide its communication and still lose if its GEMM is slower than cuBLAS, so this
-ratio is the first one to look at. Shapes are those of `megascale bench flux` at TP 2. Methods are
-interleaved round by round; values are checked before timing.
+A fused operator can hide its communication and still lose if its GEMM is slower than cuBLAS, so
+this ratio is the first one to look at. Shapes are those of `megascale bench flux` at TP 2. Methods
+are interleaved round by round; values are checked before timing.
 """
 
 from __future__ import annotations

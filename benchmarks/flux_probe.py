@@ -3,9 +3,9 @@
     python -m benchmarks.flux_probe [--output FILE]
 
 1. Which ways to set a 4-byte flag still make progress while a persistent grid that fills every SM
-   spins on it: a copy, a memset, a stream write-value and a kernel; into the own memory and into the
-   peer's; eager and inside a replayed graph (where the flag follows a transfer that outlasts the
-   start of the grid). The kernel is the negative control: it cannot become resident.
+   spins on it: a copy, a memset, a stream write-value and a kernel; into the own memory and into
+   the peer's; eager and inside a replayed graph (where the flag follows a transfer that outlasts
+   the start of the grid). The kernel is the negative control: it cannot become resident.
 2. Bandwidth of copies to (push) and from (pull) the peer, by size, both directions at once, idle
    and while a GEMM runs.
 """
@@ -36,7 +36,7 @@ PATIENCE_NS = 300_000_000  # a spin ends by itself, so that a starved flag is a 
 
 
 @triton.jit
-def spin_on_all_sms(flag_ptr, result_ptr, PATIENCE: tl.constexpr):
+def spin_on_all_sms(flag_ptr, result_ptr, PATIENCE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Wait for the flag, at most PATIENCE ns. The result counts programs that saw it."""
     start = nanoseconds()
     seen = read_flag(flag_ptr)
@@ -56,7 +56,7 @@ def main() -> None:
     with mp.Manager() as manager:
         rows = manager.list()
         store = f"/tmp/flux-probe-{time.monotonic_ns()}"
-        mp.spawn(_rank, (store, rows), nprocs=2)  # type: ignore[no-untyped-call]
+        mp.spawn(_rank, (store, rows), nprocs=2)
         for row in rows:
             row["commit"] = arguments.commit
             print(row["case"], row["metric"], round(row["value"], 1))
@@ -208,9 +208,9 @@ def _bandwidth(arena: Arena) -> list[dict[str, Any]]:
             count = kb << 10
             for way, (to, from_) in {"push": (peer, local), "pull": (local, peer)}.items():
                 for beside in ("idle", "gemm"):
-                    times = []
-                    for _ in range(5):
-                        times.append(_copy_ms(to[:count], from_[:count], beside, a, b, product))
+                    times = [
+                        _copy_ms(to[:count], from_[:count], beside, a, b, product) for _ in range(5)
+                    ]
                     slowest = torch.tensor(statistics.median(times), device=arena.device)
                     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
                     case = {"probe": "copy", "way": way, "kb": kb, "beside": beside}

@@ -6,13 +6,13 @@ ordinary address. The memory is three slots of data and flags; calls take turns 
 
 **Why there is no barrier, no epoch and no reset pass.** All calls of a group take turns 0, 1, 2, 0,
 ... in the same order on all ranks, and every call is an all-to-all dependency:
-  (a) it completes on a rank only after every peer has begun it (it waits for a flag of every peer);
+  (a) it completes on a rank only after every peer has begun it (it waits for a flag of each);
   (b) a rank begins call i + 1 only after its own call i (order of the stream).
-When rank r begins call i + 2 it has completed i + 1, so every peer has begun i + 1, so every peer has
-completed i. Hence call i + 2 could already overwrite the slot of call i; the third slot allows what
-was received by call i to be read until the next call but one begins, which is what a weight gradient
-beside its input gradient needs. The same holds for flags: whoever waited for one puts it back to 0,
-and nobody sets it again before call i + 3.
+When rank r begins call i + 2 it has completed i + 1, so every peer has begun i + 1, so every peer
+has completed i. Hence call i + 2 could already overwrite the slot of call i; the third slot allows
+what was received by call i to be read until the next call but one begins, which is what a weight
+gradient beside its input gradient needs. The same holds for flags: whoever waited for one puts
+it back to 0, and nobody sets it again before call i + 3.
 
 CUDA graphs: a captured sequence has its turns baked in, and how often it is replayed is not known
 here. So the first call of a capture begins with a barrier on the device, and once anything has been

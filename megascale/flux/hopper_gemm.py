@@ -1,14 +1,14 @@
 """The GEMM engine of the fused operators on Hopper (sm_90), in Gluon: parts shared by its kernels.
 
-A persistent, warp-specialised kernel. One producer warp streams tiles of both operands into a ring of
-shared-memory stages by TMA; eight consumer warps (two warpgroups, 64 rows each) multiply them by
+A persistent, warp-specialised kernel. One producer warp streams tiles of both operands into a ring
+of shared-memory stages by TMA; eight consumer warps (two warpgroups, 64 rows each) multiply them by
 wgmma into fp32 registers. The producer runs ahead over the end of a tile, so the loads of the next
 tile start during the epilogue of this one: this is what a software-pipelined Triton kernel cannot
 do, and it decides at small K, where a tile lasts 10 us. It is also the right place for what Flux
 adds: the producer alone waits for flags (Flux 3.2), and the tensor cores keep what is in the ring.
 
-Shared memory: STAGES x (BLOCK_M + BLOCK_N) x BLOCK_K x 2 bytes of operands and BLOCK_M x BLOCK_N x 2
-for the output tile; 213 KB at 128 x 256 x 64 with 3 stages.
+Shared memory: STAGES x (BLOCK_M + BLOCK_N) x BLOCK_K x 2 bytes of operands and BLOCK_M x BLOCK_N
+x 2 for the output tile; 213 KB at 128 x 256 x 64 with 3 stages.
 
 Letters: A rows [BLOCK_M, BLOCK_K] of x, B of the weight ([BLOCK_N, BLOCK_K] for "NK", [BLOCK_K,
 BLOCK_N] for "KN"), C the output tile.
@@ -54,7 +54,7 @@ def wait_stores_written():
 
 @gluon.jit
 def tile_in_shard(t, tiles_m, tiles_n, GROUP_M: gl.constexpr):
-    """Tile (m, n) number t of a grid: groups of GROUP_M tile rows, column by column (protocol.py)."""
+    """Tile (m, n) number t: groups of GROUP_M tile rows, column by column (tiles.py)."""
     group_size = GROUP_M * tiles_n
     group = t // group_size
     first = group * GROUP_M

@@ -1,7 +1,7 @@
 """What a fused operator is asked to do, as plain numbers, and the refusal of what it cannot do.
 
-All checks are local and precede every launch: a rank that refused after its peers had launched would
-leave them waiting.
+All checks are local and precede every launch: a rank that refused after its peers had launched
+would leave them waiting.
 
 T rows of all ranks, t of this rank; K reduction, N output columns, both of this rank.
 """
@@ -83,7 +83,7 @@ def check(
             _bias(name.replace("weight", "bias"), bias, n, x)
     m = _rows(op, x, num_rows, world, rank)
     if fused:
-        _kernels_can(x, k, weights)
+        _kernels_can(x, weights)
     return Problem(op, m, _columns("weight", weights[0], layout, k), k, world, x.dtype, layout)  # type: ignore[arg-type]
 
 
@@ -99,9 +99,8 @@ def _named(
 
 
 def _matrix(name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor) or tensor.dim() != 2:
-        got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise FluxError(f"{name} is {got}; it must be a tensor of two dimensions")
+    if tensor.dim() != 2:
+        raise FluxError(f"{name} is {list(tensor.shape)}; it must have two dimensions")
 
 
 def _columns(name: str, weight: Tensor, layout: str, k: int) -> int:
@@ -132,7 +131,7 @@ def _rows(op: Op, x: Tensor, num_rows: int | None, world: int, rank: int) -> int
     if op != "ag_gemm":
         if num_rows is not None and num_rows != x.shape[0]:
             raise FluxError(
-                f"num_rows is {num_rows} and x has {x.shape[0]} rows; this operator reads them from x"
+                f"num_rows is {num_rows} and x has {x.shape[0]} rows; leave num_rows out"
             )
         return int(x.shape[0])
     m = x.shape[0] * world if num_rows is None else num_rows
@@ -145,7 +144,7 @@ def _rows(op: Op, x: Tensor, num_rows: int | None, world: int, rank: int) -> int
     return int(m)
 
 
-def _kernels_can(x: Tensor, k: int, weights: Sequence[Tensor]) -> None:
+def _kernels_can(x: Tensor, weights: Sequence[Tensor]) -> None:
     if x.dtype not in _DTYPES:
         raise FluxError(
             f"x is {x.dtype}; fused operators take {_DTYPES[0]} and {_DTYPES[1]}: convert it, or "

@@ -5,8 +5,8 @@ producer sets it with release semantics at system scope; the one consumer spins 
 semantics and clears it. Why words are cleared and not counted: `arena.py`.
 
 Triton has no load with acquire semantics at system scope, so the wait is a line of PTX; the
-interpreter takes an atomic addition of zero instead. A spin costs one L2 read a round, by the waiting
-program alone.
+interpreter takes an atomic addition of zero instead. A spin costs one L2 read a round, by the
+waiting program alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def set_flag(ptr):
-    """Publish what this program has written so far. After stores by several threads: barrier first."""
+    """Publish what this program has written. After stores by several threads: barrier first."""
     tl.atomic_xchg(ptr, 1, sem="release", scope="sys")
 
 
@@ -57,8 +57,8 @@ def nanoseconds():
 def wait_flag(ptr, report_ptr, source, tile, DEADLINE_NS: tl.constexpr):
     """Spin until the flag is set. It stays set.
 
-    With a deadline (debug mode) a wait that runs out writes (1, source, tile) to `report_ptr`, which
-    is host memory and survives, and ends the kernel by a trap.
+    With a deadline (debug mode) a wait that runs out writes (1, source, tile) to `report_ptr`,
+    which is host memory and survives, and ends the kernel by a trap.
     """
     value = read_flag(ptr)
     if DEADLINE_NS == 0 or INTERPRETED:

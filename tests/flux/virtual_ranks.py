@@ -1,7 +1,7 @@
-"""Several ranks of a group on one GPU: the protocols of the fused operators without a second device.
+"""Several ranks of a group on one GPU: the fused operators' protocols without a second device.
 
-Every rank has a stream and half of the SMs (or fewer), so that the kernels of all ranks are resident
-at once and really exchange tiles and flags through memory.
+Every rank has a stream and half of the SMs (or fewer), so that the kernels of all ranks are
+resident at once and really exchange tiles and flags through memory.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def virtual_arenas(world_size: int, capacity: int, deadline_s: float = 10.0) -> 
 
 
 def on_all(arenas: list[VirtualArena], call: Callable[[int, VirtualArena], Any]) -> list[Any]:
-    """`call(rank, arena)` of every rank on its stream, all in flight together; then synchronised."""
+    """`call(rank, arena)` of every rank on its stream, all in flight at once; synchronised."""
     torch.cuda.synchronize()
     results = []
     for rank, arena in enumerate(arenas):

@@ -2,12 +2,12 @@
 
 Contract
   x_own      [t, K] of this rank; read by its own descriptor, so it needs no copy into the slot
-  gathered   [W, c, K] of the own slot; peers' copy engines fill shard s and then set flag [s, chunk]
+  gathered   [W, c, K] of the own slot; peers' copy engines fill shard s, then set flag [s, chunk]
   order      shards rank, rank + 1, ...: what arrives last is needed last
-  gate       the producer warp waits, before the first load of a tile, for the flag of the last chunk
-             that the tile's rows touch (chunks of a shard arrive in order); consumers never spin
-  clearing   the last program to finish waits for every flag and clears it, so that a shard which no
-             tile touched is accounted for too
+  gate       the producer warp waits, before the first load of a tile, for the flag of the last
+             chunk that the tile's rows touch (chunks of a shard arrive in order)
+  clearing   the last program to finish waits for every flag and clears it, so that a shard which
+             no tile touched is accounted for too
   deadlock   no program waits for another program, only for copy engines: the grid may be larger
              or smaller than the SMs. Copies are enqueued before the launch.
 
@@ -265,7 +265,7 @@ def all_gather_gemm_hopper(
                     STRADDLE,
                     HAS_BIAS,
                     ACC,
-                ),  # fmt: skip
+                ),
             ),
             (
                 _produce,
@@ -300,7 +300,7 @@ def all_gather_gemm_hopper(
                     STRADDLE,
                     CLEAR,
                     DEADLINE_NS,
-                ),  # fmt: skip
+                ),
             ),
         ],
         [PRODUCER_WARPS],

@@ -312,7 +312,7 @@ def gemm_reduce_scatter_hopper(
                     KN,
                     HAS_BIAS,
                     ACC,
-                ),  # fmt: skip
+                ),
             ),
             (
                 _produce,
@@ -343,7 +343,7 @@ def gemm_reduce_scatter_hopper(
                     WORLD,
                     KN,
                     DEADLINE_NS,
-                ),  # fmt: skip
+                ),
             ),
         ],
         [PRODUCER_WARPS],
