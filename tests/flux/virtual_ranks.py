@@ -69,7 +69,11 @@ def virtual_arenas(world_size: int, capacity: int, deadline_s: float = 10.0) -> 
 
 
 def on_all(arenas: list[VirtualArena], call: Callable[[int, VirtualArena], Any]) -> list[Any]:
-    """`call(rank, arena)` of every rank on its stream, all in flight at once; synchronised."""
+    """`call(rank, arena)` of every rank on its stream, all in flight at once; synchronised.
+
+    Kernels should have been loaded before: loading one waits for those that run, and those may wait
+    for the rank whose kernel is being loaded.
+    """
     torch.cuda.synchronize()
     results = []
     for rank, arena in enumerate(arenas):
@@ -77,6 +81,23 @@ def on_all(arenas: list[VirtualArena], call: Callable[[int, VirtualArena], Any])
             results.append(call(rank, arena))
     torch.cuda.synchronize()
     return results
+
+
+def warm_up(arenas: list[VirtualArena], call: Callable[[int, VirtualArena], Any]) -> None:
+    """Load every kernel of `call`: one rank after another, with all flags set so that none waits."""
+    flags = [f for slot in arenas[0]._slots for f in slot.flags]
+    for rank, arena in enumerate(arenas):
+        for flag in flags:
+            flag.fill_(1)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(arena.stream):
+            call(rank, arena)
+        torch.cuda.synchronize()
+    for flag in [*flags, *(arena.done for arena in arenas)]:
+        flag.zero_()
+    for arena in arenas:
+        arena._turn = 0
+    torch.cuda.synchronize()
 
 
 def flags_at_rest(arenas: list[VirtualArena]) -> bool:
