@@ -86,12 +86,12 @@ def _check(
     weights = [_data(n, k) for _ in range(world)]
     placed = [w if layout == "NK" else w.t().contiguous() for w in weights]
     bias = _data(n)
-    x = _data(m, k) if op == "ag_gemm" else [_data(m, k) for _ in range(world)]
+    x = [_data(m, k) for _ in range(1 if op == "ag_gemm" else world)]
 
     def call(rank: int, arena: VirtualArena) -> Tensor:
         if op == "ag_gemm":
             outputs, _ = form(
-                x[_rows(m, world, rank)],
+                x[0][_rows(m, world, rank)],
                 [placed[rank]],
                 [bias],
                 arena,
@@ -104,7 +104,7 @@ def _check(
         return form(x[rank], placed[rank], bias, arena, layout=layout, **options)
 
     if op == "ag_gemm":
-        wanted = [x.float() @ w.float().t() + bias.float() for w in weights]
+        wanted = [x[0].float() @ w.float().t() + bias.float() for w in weights]
     else:
         total = sum(a.float() @ w.float().t() for a, w in zip(x, weights, strict=True))
         total = total + bias.float()

@@ -84,7 +84,7 @@ def on_all(arenas: list[VirtualArena], call: Callable[[int, VirtualArena], Any])
 
 
 def warm_up(arenas: list[VirtualArena], call: Callable[[int, VirtualArena], Any]) -> None:
-    """Load every kernel of `call`: one rank after another, with all flags set so that none waits."""
+    """Load every kernel of `call`: a rank after the other, all flags set, so that none waits."""
     flags = [f for slot in arenas[0]._slots for f in slot.flags]
     for rank, arena in enumerate(arenas):
         for flag in flags:

@@ -225,15 +225,13 @@ def _consume(
         )
         if HAS_BIAS:
             acc = add_bias(acc, bias_ptr, n * BLOCK_N, num_columns, BLOCK_N, ACC)
-        for received in gl.static_range(1, WORLD):
+        for received in range(1, WORLD):
             mbarrier.wait(c_full, full_phase)
             full_phase = full_phase ^ 1
             acc += c_tile.load(ACC).to(gl.float32)
-            if received + 1 < WORLD:
-                fence_async_shared()
-                gl.thread_barrier()
-                mbarrier.arrive(c_free)
-        gl.thread_barrier()
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(c_free, pred=received + 1 < WORLD)
         store_tile(out_desc, m * BLOCK_M, n * BLOCK_N, acc, c_tile)
     _publish(pending)
 
