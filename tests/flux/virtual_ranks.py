@@ -6,6 +6,7 @@ resident at once and really exchange tiles and flags through memory.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,10 @@ from typing import Any
 import torch
 
 from megascale.flux.arena import NUM_FLAGS, NUM_SLOTS, Slot
+
+# Before CUDA starts: with the default of 8 hardware queues, streams of several ranks share one, and
+# a kernel that waits for a peer stands in front of the peer's work.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 class VirtualArena:
