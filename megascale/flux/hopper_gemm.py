@@ -14,8 +14,6 @@ Letters: A rows [BLOCK_M, BLOCK_K] of x, B of the weight ([BLOCK_N, BLOCK_K] for
 BLOCK_N] for "KN"), C the output tile.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch
@@ -30,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate as aggregate
 
 CONSUMER_WARPS = gl.constexpr(8)
 PRODUCER_WARPS = gl.constexpr(1)
@@ -63,99 +62,109 @@ def tile_in_shard(t, tiles_m, tiles_n, GROUP_M: gl.constexpr):
     return first + within % rows, within // rows
 
 
-@gluon.jit
-def advance(stage, phase, STAGES: gl.constexpr):
-    """The next stage of the ring; the phase flips when it comes round."""
-    stage += 1
-    wrapped = stage == STAGES
-    return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)
+@aggregate
+class Ring:
+    """The stages of shared memory between producer and consumers, as one value.
 
-
-@gluon.jit
-def stage_before(stage, STAGES: gl.constexpr):
-    """The stage that was used before this one.
-
-    Computed, not remembered: a variable that a loop body sets to another variable's entry value is
-    taken for loop-invariant by Triton 3.6, silently.
+    a, b         operand tiles [STAGES, ...]
+    full, empty  a barrier a stage: it has been loaded; it has been read
     """
-    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+    a: gl.shared_memory_descriptor
+    b: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    KN: gl.constexpr
+    BLOCK_K: gl.constexpr
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, a, b, full, empty, KN, BLOCK_K, STAGES):  # type: ignore[no-untyped-def]
+        self.a = a
+        self.b = b
+        self.full = full
+        self.empty = empty
+        self.KN = gl.constexpr(KN)
+        self.BLOCK_K = gl.constexpr(BLOCK_K)
+        self.STAGES = gl.constexpr(STAGES)
+
+    @gluon.jit
+    def after(self, stage, phase):
+        """The next stage; the phase flips when the ring comes round."""
+        stage += 1
+        wrapped = stage == self.STAGES
+        return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)
+
+    @gluon.jit
+    def before(self, stage):
+        """The stage that was used before this one.
+
+        Computed, not remembered: a variable that a loop body sets to another variable's entry value
+        is taken for loop-invariant by Triton 3.6, silently.
+        """
+        return gl.where(stage == 0, self.STAGES - 1, stage - 1)
+
+    @gluon.jit
+    def load(self, a_desc, b_desc, row, column, first, end, stage, phase):
+        """Producer: stream K steps [first, end) of the tile at (row of A, column of C)."""
+        for step in range(first, end):
+            mbarrier.wait(self.empty.index(stage), phase ^ 1)
+            bar = self.full.index(stage)
+            mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+            k = step * self.BLOCK_K
+            tma.async_copy_global_to_shared(a_desc, [row, k], bar, self.a.index(stage))
+            if self.KN:
+                tma.async_copy_global_to_shared(b_desc, [k, column], bar, self.b.index(stage))
+            else:
+                tma.async_copy_global_to_shared(b_desc, [column, k], bar, self.b.index(stage))
+            stage, phase = self.after(stage, phase)
+        return stage, phase
+
+    @gluon.jit
+    def multiply(self, acc, first, end, stage, phase):
+        """Consumer: add K steps [first, end) to acc. All have been read when it returns.
+
+        One wgmma group stays in flight while the next stage is awaited; the stage before it is
+        given back then.
+        """
+        for step in range(first, end):
+            mbarrier.wait(self.full.index(stage), phase)
+            b = self.b.index(stage)
+            if not self.KN:
+                b = b.permute((1, 0))
+            acc = warpgroup_mma(self.a.index(stage), b, acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            mbarrier.arrive(self.empty.index(self.before(stage)), pred=step > first)
+            stage, phase = self.after(stage, phase)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(self.empty.index(self.before(stage)), pred=end > first)
+        return acc, stage, phase
 
 
 @gluon.jit
-def load_steps(
+def make_ring(
     a_desc,
     b_desc,
-    row,
-    column,
-    first,
-    end,
-    stage,
-    phase,
-    a_ring,
-    b_ring,
-    full,
-    empty,
-    KN: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Producer: stream K steps [first, end) of one tile into the ring."""
-    for step in range(first, end):
-        mbarrier.wait(empty.index(stage), phase ^ 1)
-        bar = full.index(stage)
-        mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-        k = step * BLOCK_K
-        tma.async_copy_global_to_shared(a_desc, [row, k], bar, a_ring.index(stage))
-        if KN:
-            tma.async_copy_global_to_shared(b_desc, [k, column], bar, b_ring.index(stage))
-        else:
-            tma.async_copy_global_to_shared(b_desc, [column, k], bar, b_ring.index(stage))
-        stage, phase = advance(stage, phase, STAGES)
-    return stage, phase
-
-
-@gluon.jit
-def multiply_steps(
-    acc,
-    first,
-    end,
-    stage,
-    phase,
-    a_ring,
-    b_ring,
-    full,
-    empty,
     KN: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Consumer: add K steps [first, end) to acc. All of them have been read when it returns.
-
-    One wgmma group stays in flight while the next stage is awaited; the stage before it is given
-    back then.
-    """
-    for step in range(first, end):
-        mbarrier.wait(full.index(stage), phase)
-        b = b_ring.index(stage)
-        if not KN:
-            b = b.permute((1, 0))
-        acc = warpgroup_mma(a_ring.index(stage), b, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        mbarrier.arrive(empty.index(stage_before(stage, STAGES)), pred=step > first)
-        stage, phase = advance(stage, phase, STAGES)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index(stage_before(stage, STAGES)), pred=end > first)
-    return acc, stage, phase
-
-
-@gluon.jit
-def init_ring(STAGES: gl.constexpr):
-    """The (full, empty) barriers of the ring."""
+    """Shared memory and barriers for tiles that these descriptors load."""
+    A: gl.constexpr = a_desc.block_shape
+    B: gl.constexpr = b_desc.block_shape
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
-    return full, empty
+    return Ring(
+        gl.allocate_shared_memory(a_desc.dtype, [STAGES, A[0], A[1]], a_desc.layout),
+        gl.allocate_shared_memory(b_desc.dtype, [STAGES, B[0], B[1]], b_desc.layout),
+        full,
+        empty,
+        KN,
+        A[1],
+        STAGES,
+    )
 
 
 @gluon.jit

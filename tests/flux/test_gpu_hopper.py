@@ -174,5 +174,38 @@ def test_gemm_reduce_scatter(case: tuple[int, int, int, int, str, bool, Tiles]) 
     check_gemm_reduce_scatter(*case, torch.bfloat16)
 
 
+@pytest.mark.parametrize(("k", "k2"), [(512, 1024), (64, 520), (2048, 64)])
+def test_two_products_share_a_reduce_scatter(k: int, k2: int) -> None:
+    from megascale.flux.gemm_reduce_scatter.hopper import launch
+
+    world, m, n = 2, 1000, 776
+    x, x2 = ([_data(m, size) for _ in range(world)] for size in (k, k2))
+    weights, weights2 = ([_data(n, size) for _ in range(world)] for size in (k, k2))
+    terms = zip([*x, *x2], [*weights, *weights2], strict=True)
+    wanted = torch.stack([a.float() @ w.float().t() for a, w in terms]).sum(0)
+    arenas = virtual_arenas(world, m * n * 2)
+
+    def call(rank: int, arena: VirtualArena) -> Tensor:
+        rows = _rows(m, world, rank)
+        out = torch.full((rows.stop - rows.start, n), float("nan"), device="cuda").bfloat16()
+        with arena.turn(m * n * 2) as slot:
+            launch(
+                x[rank],
+                weights[rank],
+                None,
+                out,
+                slot,
+                arena,  # type: ignore[arg-type]
+                Tiles(),
+                "NK",
+                pair=(x2[rank], weights2[rank]),
+            )
+        return out
+
+    for _ in range(4):
+        assert _error(torch.cat(on_all(arenas, call)), wanted) < 5e-3
+        assert flags_at_rest(arenas)
+
+
 def test_gemm_reduce_scatter_in_fp16() -> None:
     check_gemm_reduce_scatter(2, 1024, 512, 512, "NK", True, Tiles(), torch.float16)

@@ -15,14 +15,13 @@ Where BLOCK_M does not divide c (`STRADDLE`), tiles cover rows of two shards: on
 [W * c] rows, rotated to begin at the own shard, which is then read from the slot too.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.language.core import _aggregate as aggregate
 
 from megascale.flux.all_gather_gemm.protocol import GatherTiles
 from megascale.flux.arena import Arena, Slot
@@ -34,9 +33,7 @@ from megascale.flux.hopper_gemm import (
     add_bias,
     descriptor,
     fence_async_global,
-    init_ring,
-    load_steps,
-    multiply_steps,
+    make_ring,
     store_tile,
     tile_in_shard,
     weight_descriptor,
@@ -45,27 +42,77 @@ from megascale.flux.signals import wait_flag
 from megascale.flux.tiles import ceil_div
 
 
-@gluon.jit
-def _tile_at(
-    t,
-    rank,
-    tiles_m,
-    tiles_n,
-    shard_rows,
-    BLOCK_M: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    WORLD: gl.constexpr,
-    STRADDLE: gl.constexpr,
-):
-    """(shard, row within it, first row of all, tile column) of tile number t."""
-    if STRADDLE:  # tiles_m counts the rows of all shards
-        m, n = tile_in_shard(t, tiles_m, tiles_n, GROUP_M)
-        m = (m + (rank * shard_rows + BLOCK_M - 1) // BLOCK_M) % tiles_m
-        return 0, m * BLOCK_M, m * BLOCK_M, n
-    else:  # noqa: RET505 - a branch at compile time
-        shard = (rank + t // (tiles_m * tiles_n)) % WORLD
-        m, n = tile_in_shard(t % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
-        return shard, m * BLOCK_M, shard * shard_rows + m * BLOCK_M, n
+@aggregate
+class Grid:
+    """The tiles of a call in their order (protocol.py), as one value. Rows are of x."""
+
+    rank: gl.tensor
+    tiles_m: gl.tensor  # of a shard; STRADDLE: of all rows
+    tiles_n: gl.tensor
+    shard_rows: gl.tensor
+    chunk_rows: gl.tensor
+    num_rows: gl.tensor
+    k_steps: gl.tensor
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+    GROUP_M: gl.constexpr
+    WORLD: gl.constexpr
+    CHUNKS: gl.constexpr
+    STRADDLE: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(  # type: ignore[no-untyped-def]
+        self, rank, tiles_m, tiles_n, shard_rows, chunk_rows, num_rows, k_steps,
+        BLOCK_M, BLOCK_N, GROUP_M, WORLD, CHUNKS, STRADDLE,
+    ):  # fmt: skip
+        self.rank = rank
+        self.tiles_m = tiles_m
+        self.tiles_n = tiles_n
+        self.shard_rows = shard_rows
+        self.chunk_rows = chunk_rows
+        self.num_rows = num_rows
+        self.k_steps = k_steps
+        self.BLOCK_M = gl.constexpr(BLOCK_M)
+        self.BLOCK_N = gl.constexpr(BLOCK_N)
+        self.GROUP_M = gl.constexpr(GROUP_M)
+        self.WORLD = gl.constexpr(WORLD)
+        self.CHUNKS = gl.constexpr(CHUNKS)
+        self.STRADDLE = gl.constexpr(STRADDLE)
+
+    @gluon.jit
+    def num_own(self):
+        """Tiles that come first and wait for nothing: those of the own shard."""
+        if self.STRADDLE:
+            return gl.to_tensor(0)
+        else:  # noqa: RET505 - a branch at compile time
+            return self.tiles_m * self.tiles_n
+
+    @gluon.jit
+    def num_tiles(self):
+        if self.STRADDLE:
+            return self.tiles_m * self.tiles_n
+        else:  # noqa: RET505
+            return self.tiles_m * self.tiles_n * self.WORLD
+
+    @gluon.jit
+    def at(self, t):
+        """(shard, row within it, row, column) of tile number t; STRADDLE: the shard is 0."""
+        per_grid = self.tiles_m * self.tiles_n
+        m, n = tile_in_shard(t % per_grid, self.tiles_m, self.tiles_n, self.GROUP_M)
+        if self.STRADDLE:
+            own = (self.rank * self.shard_rows + self.BLOCK_M - 1) // self.BLOCK_M
+            row = (m + own) % self.tiles_m * self.BLOCK_M
+            return gl.to_tensor(0), row, row, n * self.BLOCK_N
+        else:  # noqa: RET505
+            shard = (self.rank + t // per_grid) % self.WORLD
+            local = m * self.BLOCK_M
+            return shard, local, shard * self.shard_rows + local, n * self.BLOCK_N
+
+    @gluon.jit
+    def flag_of(self, row):
+        """The flag which says that this row has arrived."""
+        shard = row // self.shard_rows
+        return shard * self.CHUNKS + row % self.shard_rows // self.chunk_rows
 
 
 @gluon.jit
@@ -76,28 +123,8 @@ def _produce(
     flags_ptr,
     done_ptr,
     report_ptr,
-    rank,
-    num_tiles,
-    own_tiles,
-    tiles_m,
-    tiles_n,
-    shard_rows,
-    chunk_rows,
-    num_rows,
-    k_steps,
-    a_ring,
-    b_ring,
-    full,
-    empty,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    WORLD: gl.constexpr,
-    CHUNKS: gl.constexpr,
-    KN: gl.constexpr,
-    STRADDLE: gl.constexpr,
+    grid,
+    ring,
     CLEAR: gl.constexpr,
     DEADLINE_NS: gl.constexpr,
 ):
@@ -105,92 +132,58 @@ def _produce(
     phase = 0
     program = gl.program_id(0)
     programs = gl.num_programs(0)
-    for t in range(program, own_tiles, programs):
-        _, local, _, n = _tile_at(
-            t, rank, tiles_m, tiles_n, shard_rows, BLOCK_M, GROUP_M, WORLD, STRADDLE
+    num_own = grid.num_own()
+    for t in range(program, num_own, programs):
+        _, local, _, column = grid.at(t)
+        stage, phase = ring.load(
+            own_desc, weight_desc, local, column, 0, grid.k_steps, stage, phase
         )
-        stage, phase = load_steps(
-            own_desc, weight_desc, local, n * BLOCK_N, 0, k_steps, stage, phase,
-            a_ring, b_ring, full, empty, KN, BLOCK_K, STAGES,
-        )  # fmt: skip
-    first = program + (own_tiles - program + programs - 1) // programs * programs
+    first = program + (num_own - program + programs - 1) // programs * programs
     gate = -1  # the last flag that was seen
-    for t in range(gl.maximum(first, program), num_tiles, programs):
-        shard, local, row, n = _tile_at(
-            t, rank, tiles_m, tiles_n, shard_rows, BLOCK_M, GROUP_M, WORLD, STRADDLE
-        )
-        if STRADDLE:
-            last_row = gl.minimum(row + BLOCK_M, num_rows) - 1
-            begin = row // shard_rows * CHUNKS + row % shard_rows // chunk_rows
-            end = last_row // shard_rows * CHUNKS + last_row % shard_rows // chunk_rows + 1
-            for flag in range(begin, end):
-                source = flag // CHUNKS
-                if source != rank:
+    for t in range(first, grid.num_tiles(), programs):
+        shard, local, row, column = grid.at(t)
+        if grid.STRADDLE:
+            last_row = gl.minimum(row + grid.BLOCK_M, grid.num_rows) - 1
+            for flag in range(grid.flag_of(row), grid.flag_of(last_row) + 1):
+                source = flag // grid.CHUNKS
+                if source != grid.rank:
                     wait_flag(flags_ptr + flag, report_ptr, source, t, DEADLINE_NS)
             fence_async_global()
         else:
-            last_row = gl.minimum(local + BLOCK_M, shard_rows) - 1
-            needed = shard * CHUNKS + last_row // chunk_rows
+            last_row = gl.minimum(local + grid.BLOCK_M, grid.shard_rows) - 1
+            needed = shard * grid.CHUNKS + last_row // grid.chunk_rows
             if needed != gate:
                 wait_flag(flags_ptr + needed, report_ptr, shard, t, DEADLINE_NS)
                 fence_async_global()
                 gate = needed
-        stage, phase = load_steps(
-            gathered_desc, weight_desc, row, n * BLOCK_N, 0, k_steps, stage, phase,
-            a_ring, b_ring, full, empty, KN, BLOCK_K, STAGES,
-        )  # fmt: skip
+        stage, phase = ring.load(
+            gathered_desc, weight_desc, row, column, 0, grid.k_steps, stage, phase
+        )
     if CLEAR:
         ticket = gl.atomic_add(done_ptr, 1)
         if ticket == programs - 1:
-            for flag in range(WORLD * CHUNKS):
-                source = flag // CHUNKS
-                if source != rank:
+            for flag in range(grid.WORLD * grid.CHUNKS):
+                source = flag // grid.CHUNKS
+                if source != grid.rank:
                     wait_flag(flags_ptr + flag, report_ptr, source, -1, DEADLINE_NS)
                     gl.store(flags_ptr + flag, 0)
             gl.store(done_ptr, 0)
 
 
 @gluon.jit
-def _consume(
-    out_desc,
-    bias_ptr,
-    rank,
-    num_tiles,
-    tiles_m,
-    tiles_n,
-    shard_rows,
-    k_steps,
-    num_columns,
-    a_ring,
-    b_ring,
-    full,
-    empty,
-    c_tile,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    WORLD: gl.constexpr,
-    KN: gl.constexpr,
-    STRADDLE: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    ACC: gl.constexpr,
-):
+def _consume(out_desc, bias_ptr, num_columns, grid, ring, c_tile, HAS_BIAS: gl.constexpr):
     stage = 0
     phase = 0
-    for t in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        _, _, row, n = _tile_at(
-            t, rank, tiles_m, tiles_n, shard_rows, BLOCK_M, GROUP_M, WORLD, STRADDLE
-        )
-        acc = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, layout=ACC)
-        acc, stage, phase = multiply_steps(
-            acc, 0, k_steps, stage, phase, a_ring, b_ring, full, empty, KN, STAGES
-        )
+    ACC: gl.constexpr = accumulator_layout(grid.BLOCK_N)
+    for t in range(gl.program_id(0), grid.num_tiles(), gl.num_programs(0)):
+        _, _, row, column = grid.at(t)
+        acc = gl.full([grid.BLOCK_M, grid.BLOCK_N], 0.0, gl.float32, layout=ACC)
+        acc, stage, phase = ring.multiply(acc, 0, grid.k_steps, stage, phase)
         if HAS_BIAS:
-            acc = add_bias(acc, bias_ptr, n * BLOCK_N, num_columns, BLOCK_N, ACC)
+            acc = add_bias(acc, bias_ptr, column, num_columns, grid.BLOCK_N, ACC)
         tma.store_wait(0)
         gl.thread_barrier()
-        store_tile(out_desc, row, n * BLOCK_N, acc, c_tile)
+        store_tile(out_desc, row, column, acc, c_tile)
     tma.store_wait(0)
 
 
@@ -205,8 +198,6 @@ def all_gather_gemm_hopper(
     done_ptr,
     report_ptr,
     rank,
-    num_tiles,
-    own_tiles,
     tiles_m,
     tiles_n,
     shard_rows,
@@ -214,9 +205,6 @@ def all_gather_gemm_hopper(
     num_rows,
     k_steps,
     num_columns,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
     WORLD: gl.constexpr,
@@ -227,46 +215,28 @@ def all_gather_gemm_hopper(
     CLEAR: gl.constexpr,
     DEADLINE_NS: gl.constexpr,
 ):
-    """One program an SM; see the module."""
-    ACC: gl.constexpr = accumulator_layout(BLOCK_N)
-    a_ring = gl.allocate_shared_memory(own_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], own_desc.layout)
-    b_ring = gl.allocate_shared_memory(
-        own_desc.dtype,
-        [STAGES, weight_desc.block_shape[0], weight_desc.block_shape[1]],
-        weight_desc.layout,
+    """At most one program an SM; see the module."""
+    C: gl.constexpr = out_desc.block_shape
+    grid = Grid(
+        rank,
+        gl.to_tensor(tiles_m),
+        gl.to_tensor(tiles_n),
+        gl.to_tensor(shard_rows),
+        gl.to_tensor(chunk_rows),
+        gl.to_tensor(num_rows),
+        gl.to_tensor(k_steps),
+        C[0],
+        C[1],
+        GROUP_M,
+        WORLD,
+        CHUNKS,
+        STRADDLE,
     )
-    c_tile = gl.allocate_shared_memory(out_desc.dtype, [BLOCK_M, BLOCK_N], out_desc.layout)
-    full, empty = init_ring(STAGES)
+    ring = make_ring(own_desc, weight_desc, KN, STAGES)
+    c_tile = gl.allocate_shared_memory(out_desc.dtype, C, out_desc.layout)
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (
-                    out_desc,
-                    bias_ptr,
-                    rank,
-                    num_tiles,
-                    tiles_m,
-                    tiles_n,
-                    shard_rows,
-                    k_steps,
-                    num_columns,
-                    a_ring,
-                    b_ring,
-                    full,
-                    empty,
-                    c_tile,
-                    BLOCK_M,
-                    BLOCK_N,
-                    STAGES,
-                    GROUP_M,
-                    WORLD,
-                    KN,
-                    STRADDLE,
-                    HAS_BIAS,
-                    ACC,
-                ),
-            ),
+            (_consume, (out_desc, bias_ptr, num_columns, grid, ring, c_tile, HAS_BIAS)),
             (
                 _produce,
                 (
@@ -276,28 +246,8 @@ def all_gather_gemm_hopper(
                     flags_ptr,
                     done_ptr,
                     report_ptr,
-                    rank,
-                    num_tiles,
-                    own_tiles,
-                    tiles_m,
-                    tiles_n,
-                    shard_rows,
-                    chunk_rows,
-                    num_rows,
-                    k_steps,
-                    a_ring,
-                    b_ring,
-                    full,
-                    empty,
-                    BLOCK_M,
-                    BLOCK_N,
-                    BLOCK_K,
-                    STAGES,
-                    GROUP_M,
-                    WORLD,
-                    CHUNKS,
-                    KN,
-                    STRADDLE,
+                    grid,
+                    ring,
                     CLEAR,
                     DEADLINE_NS,
                 ),
@@ -341,7 +291,6 @@ def launch(
     flags = arena.done if slot is None else slot.flags[rank]
     a_block = (config.block_m, config.block_k)
     gathered = gathered_WcK.view(-1, gathered_WcK.shape[-1])
-    own_tiles = 0 if grid.straddling else grid.tiles_per_grid
     programs = min(arena.num_sms, grid.num_tiles)
     all_gather_gemm_hopper[(programs,)](
         descriptor(x_own if x_own.shape[0] else gathered, a_block),
@@ -353,8 +302,6 @@ def launch(
         arena.done,
         arena.report,
         rank,
-        grid.num_tiles,
-        own_tiles,
         grid.tiles_m,
         grid.tiles_n,
         grid.rows_per_rank,
@@ -362,9 +309,6 @@ def launch(
         num_rows,
         ceil_div(x_own.shape[1], config.block_k),
         columns,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
         STAGES=config.num_stages,
         GROUP_M=config.group_m,
         WORLD=world,

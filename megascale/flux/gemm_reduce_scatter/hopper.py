@@ -18,8 +18,6 @@ Contract
 Where the shard's rows do not divide by BLOCK_M the overhang is computed and clipped by the store.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.language.core import _aggregate as aggregate
 
 from megascale.flux.arena import Arena, Slot
 from megascale.flux.gemm_reduce_scatter.protocol import ScatterTiles
@@ -39,9 +38,7 @@ from megascale.flux.hopper_gemm import (
     add_bias,
     descriptor,
     fence_async_global,
-    init_ring,
-    load_steps,
-    multiply_steps,
+    make_ring,
     store_tile,
     tile_in_shard,
     wait_stores_written,
@@ -51,71 +48,122 @@ from megascale.flux.signals import set_flag, wait_flag
 from megascale.flux.tiles import ceil_div
 
 
+@aggregate
+class Grid:
+    """The tiles of a call in their order (protocol.py), as one value. Rows are of x.
+
+    Every destination has the same grid. The K steps of the first product are [0, k_steps), those of
+    a second one (PAIR), which is added to it, follow up to `all_steps`.
+    """
+
+    rank: gl.tensor
+    tiles_m: gl.tensor
+    tiles_n: gl.tensor
+    shard_rows: gl.tensor
+    num_columns: gl.tensor
+    k_steps: gl.tensor
+    all_steps: gl.tensor
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+    GROUP_M: gl.constexpr
+    WORLD: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(  # type: ignore[no-untyped-def]
+        self, rank, tiles_m, tiles_n, shard_rows, num_columns, k_steps, all_steps,
+        BLOCK_M, BLOCK_N, GROUP_M, WORLD,
+    ):  # fmt: skip
+        self.rank = rank
+        self.tiles_m = tiles_m
+        self.tiles_n = tiles_n
+        self.shard_rows = shard_rows
+        self.num_columns = num_columns
+        self.k_steps = k_steps
+        self.all_steps = all_steps
+        self.BLOCK_M = gl.constexpr(BLOCK_M)
+        self.BLOCK_N = gl.constexpr(BLOCK_N)
+        self.GROUP_M = gl.constexpr(GROUP_M)
+        self.WORLD = gl.constexpr(WORLD)
+
+    @gluon.jit
+    def num_tiles(self):
+        """Tiles of one destination."""
+        return self.tiles_m * self.tiles_n
+
+    @gluon.jit
+    def at(self, tile):
+        """(row within the destination, column) of its tile."""
+        m, n = tile_in_shard(tile, self.tiles_m, self.tiles_n, self.GROUP_M)
+        return m * self.BLOCK_M, n * self.BLOCK_N
+
+    @gluon.jit
+    def first_tile(self, hop):
+        """This program's first tile of the destination `hop` places behind the first one."""
+        program = gl.program_id(0)
+        programs = gl.num_programs(0)
+        before = hop * self.num_tiles()  # tiles of the destinations before
+        return (program + programs - before % programs) % programs
+
+
 @gluon.jit
-def _first_tile(start, program, programs):
-    """The first tile number of this program that is at least `start`."""
-    return start + (program + programs - start % programs) % programs
+def _load(
+    grid, ring, x_desc, weight_desc, x2_desc, weight2_desc,
+    row, column, first, end, stage, phase, PAIR: gl.constexpr,
+):  # fmt: skip
+    """Producer: K steps [first, end) of one product, or of two one after the other."""
+    split = grid.k_steps
+    stage, phase = ring.load(
+        x_desc, weight_desc, row, column, first, gl.minimum(end, split), stage, phase
+    )
+    if PAIR:
+        stage, phase = ring.load(
+            x2_desc, weight2_desc, row, column,
+            gl.maximum(first - split, 0), end - split, stage, phase,
+        )  # fmt: skip
+    return stage, phase
 
 
 @gluon.jit
 def _produce(
     x_desc,
     weight_desc,
+    x2_desc,
+    weight2_desc,
     received_desc,
     flags_ptr,
     report_ptr,
-    rank,
-    tiles_m,
-    tiles_n,
-    shard_rows,
-    k_steps,
     receive_at,
-    a_ring,
-    b_ring,
-    full,
-    empty,
+    grid,
+    ring,
     c_tile,
     c_full,
     c_free,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    WORLD: gl.constexpr,
-    KN: gl.constexpr,
+    PAIR: gl.constexpr,
     DEADLINE_NS: gl.constexpr,
 ):
     stage = 0
     phase = 0
     free_phase = 0
-    program = gl.program_id(0)
     programs = gl.num_programs(0)
-    tiles = tiles_m * tiles_n
-    own = (WORLD - 1) * tiles
-    for t in range(program, own, programs):
-        shard = (rank + 1 + t // tiles) % WORLD
-        m, n = tile_in_shard(t % tiles, tiles_m, tiles_n, GROUP_M)
-        row = shard * shard_rows + m * BLOCK_M
-        stage, phase = load_steps(
-            x_desc, weight_desc, row, n * BLOCK_N, 0, k_steps, stage, phase,
-            a_ring, b_ring, full, empty, KN, BLOCK_K, STAGES,
+    tiles = grid.num_tiles()
+    for hop in range(1, grid.WORLD):
+        shard_row = (grid.rank + hop) % grid.WORLD * grid.shard_rows
+        for tile in range(grid.first_tile(hop - 1), tiles, programs):
+            row, column = grid.at(tile)
+            stage, phase = _load(
+                grid, ring, x_desc, weight_desc, x2_desc, weight2_desc,
+                shard_row + row, column, 0, grid.all_steps, stage, phase, PAIR,
+            )  # fmt: skip
+    shard_row = grid.rank * grid.shard_rows
+    for tile in range(grid.first_tile(grid.WORLD - 1), tiles, programs):
+        row, column = grid.at(tile)
+        # What the first peer wrote is loaded during this tile's steps, the rest after them.
+        stage, phase = _load(
+            grid, ring, x_desc, weight_desc, x2_desc, weight2_desc,
+            shard_row + row, column, 0, receive_at, stage, phase, PAIR,
         )  # fmt: skip
-    for t in range(_first_tile(own, program, programs), own + tiles, programs):
-        tile = t - own
-        m, n = tile_in_shard(tile, tiles_m, tiles_n, GROUP_M)
-        row = rank * shard_rows + m * BLOCK_M
-        stage, phase = load_steps(
-            x_desc, weight_desc, row, n * BLOCK_N, 0, receive_at, stage, phase,
-            a_ring, b_ring, full, empty, KN, BLOCK_K, STAGES,
-        )  # fmt: skip
-        for hop in gl.static_range(1, WORLD):
-            if hop == 2:  # the first arrives during this tile's steps, the rest after them
-                stage, phase = load_steps(
-                    x_desc, weight_desc, row, n * BLOCK_N, receive_at, k_steps, stage, phase,
-                    a_ring, b_ring, full, empty, KN, BLOCK_K, STAGES,
-                )  # fmt: skip
-            source = (rank + hop) % WORLD
+        for hop in range(1, grid.WORLD):
+            source = (grid.rank + hop) % grid.WORLD
             flag_ptr = flags_ptr + source * tiles + tile
             wait_flag(flag_ptr, report_ptr, source, tile, DEADLINE_NS)
             gl.store(flag_ptr, 0)
@@ -123,15 +171,14 @@ def _produce(
             mbarrier.wait(c_free, free_phase)
             free_phase = free_phase ^ 1
             mbarrier.expect(c_full, received_desc.block_type.nbytes)
-            received_row = source * shard_rows + m * BLOCK_M
             tma.async_copy_global_to_shared(
-                received_desc, [received_row, n * BLOCK_N], c_full, c_tile
+                received_desc, [source * grid.shard_rows + row, column], c_full, c_tile
             )
-        if WORLD <= 2:
-            stage, phase = load_steps(
-                x_desc, weight_desc, row, n * BLOCK_N, receive_at, k_steps, stage, phase,
-                a_ring, b_ring, full, empty, KN, BLOCK_K, STAGES,
-            )  # fmt: skip
+            if hop == 1:
+                stage, phase = _load(
+                    grid, ring, x_desc, weight_desc, x2_desc, weight2_desc,
+                    shard_row + row, column, receive_at, grid.all_steps, stage, phase, PAIR,
+                )  # fmt: skip
 
 
 @gluon.jit
@@ -152,87 +199,61 @@ def _consume(
     bias_ptr,
     data_ptrs,
     flag_ptrs,
-    rank,
-    tiles_m,
-    tiles_n,
-    shard_rows,
-    k_steps,
     drain_at,
-    num_columns,
-    a_ring,
-    b_ring,
-    full,
-    empty,
+    grid,
+    ring,
     c_tile,
     c_full,
     c_free,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    WORLD: gl.constexpr,
-    KN: gl.constexpr,
     HAS_BIAS: gl.constexpr,
-    ACC: gl.constexpr,
 ):
     stage = 0
     phase = 0
     full_phase = 0
     pending = gl.to_tensor(0).to(gl.int64)
-    program = gl.program_id(0)
     programs = gl.num_programs(0)
-    tiles = tiles_m * tiles_n
-    own = (WORLD - 1) * tiles
-    dtype: gl.constexpr = out_desc.dtype
-    for hop in range(1, WORLD):
-        dst = (rank + hop) % WORLD
+    tiles = grid.num_tiles()
+    ACC: gl.constexpr = accumulator_layout(grid.BLOCK_N)
+    for hop in range(1, grid.WORLD):
+        dst = (grid.rank + hop) % grid.WORLD
         _publish(pending)  # the descriptor below takes the place of one that a store may read
         pending = pending * 0
-        slot_ptr = gl.load(data_ptrs + dst).to(gl.pointer_type(dtype))
-        slot_ptr += (rank * shard_rows).to(gl.int64) * num_columns
+        slot_ptr = gl.load(data_ptrs + dst).to(gl.pointer_type(out_desc.dtype))
+        slot_ptr += (grid.rank * grid.shard_rows).to(gl.int64) * grid.num_columns
         slot_desc = tma.make_tensor_descriptor(
             slot_ptr,
-            shape=[shard_rows, num_columns],
-            strides=[num_columns.to(gl.int64), 1],
+            shape=[grid.shard_rows, grid.num_columns],
+            strides=[grid.num_columns.to(gl.int64), 1],
             block_shape=out_desc.block_shape,
             layout=out_desc.layout,
         )
-        flag_base = gl.load(flag_ptrs + dst)
-        begin = (hop - 1) * tiles
-        for t in range(_first_tile(begin, program, programs), begin + tiles, programs):
-            m, n = tile_in_shard(t - begin, tiles_m, tiles_n, GROUP_M)
-            acc = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, layout=ACC)
-            acc, stage, phase = multiply_steps(
-                acc, 0, drain_at, stage, phase, a_ring, b_ring, full, empty, KN, STAGES
-            )
+        flags = gl.load(flag_ptrs + dst) + (grid.rank * tiles).to(gl.int64) * 4
+        for tile in range(grid.first_tile(hop - 1), tiles, programs):
+            row, column = grid.at(tile)
+            acc = gl.full([grid.BLOCK_M, grid.BLOCK_N], 0.0, gl.float32, layout=ACC)
+            acc, stage, phase = ring.multiply(acc, 0, drain_at, stage, phase)
             _publish(pending)
-            acc, stage, phase = multiply_steps(
-                acc, drain_at, k_steps, stage, phase, a_ring, b_ring, full, empty, KN, STAGES
-            )
-            store_tile(slot_desc, m * BLOCK_M, n * BLOCK_N, acc, c_tile)
-            pending = flag_base + (rank * tiles + t - begin).to(gl.int64) * 4
-    for t in range(_first_tile(own, program, programs), own + tiles, programs):
-        m, n = tile_in_shard(t - own, tiles_m, tiles_n, GROUP_M)
-        acc = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, layout=ACC)
-        acc, stage, phase = multiply_steps(
-            acc, 0, drain_at, stage, phase, a_ring, b_ring, full, empty, KN, STAGES
-        )
+            acc, stage, phase = ring.multiply(acc, drain_at, grid.all_steps, stage, phase)
+            store_tile(slot_desc, row, column, acc, c_tile)
+            pending = flags + tile.to(gl.int64) * 4
+    for tile in range(grid.first_tile(grid.WORLD - 1), tiles, programs):
+        row, column = grid.at(tile)
+        acc = gl.full([grid.BLOCK_M, grid.BLOCK_N], 0.0, gl.float32, layout=ACC)
+        acc, stage, phase = ring.multiply(acc, 0, drain_at, stage, phase)
         _publish(pending)
         pending = pending * 0
         mbarrier.arrive(c_free)
-        acc, stage, phase = multiply_steps(
-            acc, drain_at, k_steps, stage, phase, a_ring, b_ring, full, empty, KN, STAGES
-        )
+        acc, stage, phase = ring.multiply(acc, drain_at, grid.all_steps, stage, phase)
         if HAS_BIAS:
-            acc = add_bias(acc, bias_ptr, n * BLOCK_N, num_columns, BLOCK_N, ACC)
-        for received in range(1, WORLD):
+            acc = add_bias(acc, bias_ptr, column, grid.num_columns, grid.BLOCK_N, ACC)
+        for received in range(1, grid.WORLD):
             mbarrier.wait(c_full, full_phase)
             full_phase = full_phase ^ 1
             acc += c_tile.load(ACC).to(gl.float32)
             fence_async_shared()
             gl.thread_barrier()
-            mbarrier.arrive(c_free, pred=received + 1 < WORLD)
-        store_tile(out_desc, m * BLOCK_M, n * BLOCK_N, acc, c_tile)
+            mbarrier.arrive(c_free, pred=received + 1 < grid.WORLD)
+        store_tile(out_desc, row, column, acc, c_tile)
     _publish(pending)
 
 
@@ -240,6 +261,8 @@ def _consume(
 def gemm_reduce_scatter_hopper(
     x_desc,
     weight_desc,
+    x2_desc,
+    weight2_desc,
     received_desc,
     out_desc,
     bias_ptr,
@@ -251,30 +274,36 @@ def gemm_reduce_scatter_hopper(
     tiles_m,
     tiles_n,
     shard_rows,
+    num_columns,
     k_steps,
+    all_steps,
     drain_at,
     receive_at,
-    num_columns,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
     WORLD: gl.constexpr,
     KN: gl.constexpr,
+    PAIR: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     DEADLINE_NS: gl.constexpr,
 ):
     """At most one program an SM; see the module."""
-    ACC: gl.constexpr = accumulator_layout(BLOCK_N)
-    a_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
-    b_ring = gl.allocate_shared_memory(
-        x_desc.dtype,
-        [STAGES, weight_desc.block_shape[0], weight_desc.block_shape[1]],
-        weight_desc.layout,
+    C: gl.constexpr = out_desc.block_shape
+    grid = Grid(
+        rank,
+        gl.to_tensor(tiles_m),
+        gl.to_tensor(tiles_n),
+        gl.to_tensor(shard_rows),
+        gl.to_tensor(num_columns),
+        gl.to_tensor(k_steps),
+        gl.to_tensor(all_steps),
+        C[0],
+        C[1],
+        GROUP_M,
+        WORLD,
     )
-    c_tile = gl.allocate_shared_memory(out_desc.dtype, [BLOCK_M, BLOCK_N], out_desc.layout)
-    full, empty = init_ring(STAGES)
+    ring = make_ring(x_desc, weight_desc, KN, STAGES)
+    c_tile = gl.allocate_shared_memory(out_desc.dtype, C, out_desc.layout)
     c_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     c_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(c_full, count=1)
@@ -288,28 +317,13 @@ def gemm_reduce_scatter_hopper(
                     bias_ptr,
                     data_ptrs,
                     flag_ptrs,
-                    rank,
-                    tiles_m,
-                    tiles_n,
-                    shard_rows,
-                    k_steps,
                     drain_at,
-                    num_columns,
-                    a_ring,
-                    b_ring,
-                    full,
-                    empty,
+                    grid,
+                    ring,
                     c_tile,
                     c_full,
                     c_free,
-                    BLOCK_M,
-                    BLOCK_N,
-                    STAGES,
-                    GROUP_M,
-                    WORLD,
-                    KN,
                     HAS_BIAS,
-                    ACC,
                 ),
             ),
             (
@@ -317,29 +331,18 @@ def gemm_reduce_scatter_hopper(
                 (
                     x_desc,
                     weight_desc,
+                    x2_desc,
+                    weight2_desc,
                     received_desc,
                     own_flags_ptr,
                     report_ptr,
-                    rank,
-                    tiles_m,
-                    tiles_n,
-                    shard_rows,
-                    k_steps,
                     receive_at,
-                    a_ring,
-                    b_ring,
-                    full,
-                    empty,
+                    grid,
+                    ring,
                     c_tile,
                     c_full,
                     c_free,
-                    BLOCK_M,
-                    BLOCK_N,
-                    BLOCK_K,
-                    STAGES,
-                    GROUP_M,
-                    WORLD,
-                    KN,
+                    PAIR,
                     DEADLINE_NS,
                 ),
             ),
@@ -368,23 +371,38 @@ def launch(
     arena: Arena,
     config: Any,
     layout: str,
+    *,
+    pair: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Launch on the current stream. `out` has the own rows, [own, N]."""
+    """Launch on the current stream. `out` has the own rows, [own, N].
+
+    pair  a second (x [m, K2], weight) whose product is added before the sum over ranks
+    """
     world, rank = slot.world_size, slot.rank
     columns = weight.shape[0] if layout == "NK" else weight.shape[1]
     tiles_n = ceil_div(columns, config.block_n)
     grid = ScatterTiles(x_mK.shape[0], world, rank, config.block_m, tiles_n, config.group_m)
     rows = grid.rows_per_rank
-    c_block = (config.block_m, config.block_n)
+    a_block, c_block = (config.block_m, config.block_k), (config.block_m, config.block_n)
     received = slot.view(rank, (world * rows, columns), x_mK.dtype)
     if out.shape[0] == 0:  # no own rows: the tiles without rows still close the call
         out = out.new_empty(1, columns)
     triton.set_allocator(_scratch)
-    k_steps = ceil_div(x_mK.shape[1], config.block_k)
-    drain_at = min(_DRAIN_STEPS, k_steps // 2)
+    k_steps = all_steps = ceil_div(x_mK.shape[1], config.block_k)
+    if pair is not None:
+        all_steps += ceil_div(pair[0].shape[1], config.block_k)
+    drain_at = min(_DRAIN_STEPS, all_steps // 2)
+    x_desc = descriptor(x_mK, a_block)
+    weight_desc = weight_descriptor(weight, layout, config.block_n, config.block_k)
+    x2_desc, weight2_desc = x_desc, weight_desc
+    if pair is not None:
+        x2_desc = descriptor(pair[0], a_block)
+        weight2_desc = weight_descriptor(pair[1], layout, config.block_n, config.block_k)
     gemm_reduce_scatter_hopper[(min(arena.num_sms, grid.num_tiles),)](
-        descriptor(x_mK, (config.block_m, config.block_k)),
-        weight_descriptor(weight, layout, config.block_n, config.block_k),
+        x_desc,
+        weight_desc,
+        x2_desc,
+        weight2_desc,
         descriptor(received, c_block),
         descriptor(out, c_block),
         out if bias is None else bias,
@@ -396,17 +414,16 @@ def launch(
         grid.tiles_m,
         tiles_n,
         rows,
-        k_steps,
-        drain_at,
-        max(drain_at, k_steps - _RECEIVE_STEPS),
         columns,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
+        k_steps,
+        all_steps,
+        drain_at,
+        max(drain_at, all_steps - _RECEIVE_STEPS),
         STAGES=config.num_stages,
         GROUP_M=config.group_m,
         WORLD=world,
         KN=layout == "KN",
+        PAIR=pair is not None,
         HAS_BIAS=bias is not None,
         DEADLINE_NS=arena.deadline_ns,
         num_warps=CONSUMER_WARPS.value,
