@@ -79,7 +79,7 @@ class Ring:
     STAGES: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, a, b, full, empty, KN, BLOCK_K, STAGES):  # type: ignore[no-untyped-def]
+    def __init__(self, a, b, full, empty, KN, BLOCK_K, STAGES):
         self.a = a
         self.b = b
         self.full = full

@@ -61,7 +61,7 @@ class Grid:
     STRADDLE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(  # type: ignore[no-untyped-def]
+    def __init__(
         self, rank, tiles_m, tiles_n, shard_rows, chunk_rows, num_rows, k_steps,
         BLOCK_M, BLOCK_N, GROUP_M, WORLD, CHUNKS, STRADDLE,
     ):  # fmt: skip

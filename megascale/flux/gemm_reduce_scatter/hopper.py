@@ -69,7 +69,7 @@ class Grid:
     WORLD: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(  # type: ignore[no-untyped-def]
+    def __init__(
         self, rank, tiles_m, tiles_n, shard_rows, num_columns, k_steps, all_steps,
         BLOCK_M, BLOCK_N, GROUP_M, WORLD,
     ):  # fmt: skip
@@ -235,7 +235,7 @@ def _consume(
             _publish(pending)
             acc, stage, phase = ring.multiply(acc, drain_at, grid.all_steps, stage, phase)
             store_tile(slot_desc, row, column, acc, c_tile)
-            pending = flags + tile.to(gl.int64) * 4
+            pending = flags + tile.to(gl.int64) * 4  # type: ignore[attr-defined] # a tensor
     for tile in range(grid.first_tile(grid.WORLD - 1), tiles, programs):
         row, column = grid.at(tile)
         acc = gl.full([grid.BLOCK_M, grid.BLOCK_N], 0.0, gl.float32, layout=ACC)
