@@ -1,9 +1,14 @@
-"""Waiting for flags, and sums of what arrived: the parts that several forms share.
+"""Device functions that the kernels of several forms share, and two kernels of their own.
 
-`poll` is the vector form of `signals.wait_flag`: one round reads all flags of a block at once, so
-that waiting for 64 flags costs the time of one.
+- `poll` and `announce` are the vector forms of `signals.wait_flag` and `set_flag`: all flags of a
+  block in one round, so that 64 flags cost the time of one.
+- **In band** there are no flags: the receiver polls the data itself, in words that are zero at
+  rest, and the sender sends no zero (`nonzero`). That saves the fence between data and flag, which
+  waits until the link has acknowledged every store of the program: one more journey. The words are
+  the slot's flags, the only symmetric memory that is zero between calls; the receiver zeroes them.
+- `wait_flags_kernel` and `sum_parts_kernel`: what copy engines brought.
 
-Legend: W ranks, c rows of a part, N columns.
+Legend: W ranks, c rows of a part, N columns. A receiver's lanes are its sources without itself.
 """
 
 from __future__ import annotations
@@ -26,6 +31,24 @@ def give_up(report_ptr, source, tile) -> None:
     tl.inline_asm_elementwise(
         "fence.sc.sys; trap; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1
     )
+
+
+@triton.jit
+def clock(DEADLINE_NS: tl.constexpr):
+    """When a wait began; 0 where it has no deadline."""
+    if DEADLINE_NS == 0 or INTERPRETED:
+        return tl.cast(0, tl.int64)
+    else:  # noqa: RET505 - a branch at compile time: Triton refuses two returns without it
+        return nanoseconds()
+
+
+@triton.jit
+def expire(come, start, report_ptr, source, tile, DEADLINE_NS: tl.constexpr) -> None:
+    """Give up where a wait for words in band is over its deadline; nothing without one."""
+    if DEADLINE_NS > 0 and not INTERPRETED:
+        over = nanoseconds() - start > DEADLINE_NS
+        if over and (tl.min(come.to(tl.int32)) == 0):
+            give_up(report_ptr, source, tile)
 
 
 @triton.jit
@@ -53,6 +76,151 @@ def poll(
                 late = tl.max(tl.where(missing, source, -1), 0)
                 give_up(report_ptr, late, tl.max(tl.where(missing & (source == late), tile, -1), 0))
     tl.debug_barrier()
+
+
+@triton.jit
+def memory_of(ptrs, peer, DTYPE: tl.constexpr):
+    """The memory of `peer` as a pointer to DTYPE; its alignment is what makes accesses 16 bytes."""
+    return tl.multiple_of(tl.load(ptrs + peer).to(tl.pointer_type(DTYPE)), 16)
+
+
+@triton.constexpr_function
+def lane_of(source, receiver):
+    """Which part of the receiver's memory belongs to the source: it has none for itself."""
+    return source - 1 if source > receiver else source
+
+
+@triton.constexpr_function
+def peer_of(step, rank, world_size):
+    """The peers in ring order for step 1, 2, ...: no two ranks begin with the same one."""
+    return (rank + step) % world_size
+
+
+@triton.constexpr_function
+def source_of(lane, receiver):
+    """The rank that `lane_of` gave this lane."""
+    return lane + 1 if lane >= receiver else lane
+
+
+@triton.constexpr_function
+def word_of(dtype):
+    """The integer that carries one element in band."""
+    return tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32
+
+
+@triton.jit
+def part_of(ptr, lane, part):
+    """Where the part of a lane begins."""
+    return ptr + lane * tl.cast(part, tl.int64)
+
+
+@triton.jit
+def peer_lanes(RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK_W: tl.constexpr):
+    """(peer, is there one) of a block that addresses all peers at once, the own rank left out.
+
+    Lanes beyond repeat the last peer, so that what is read through them is a flag that will be set.
+    """
+    lane = tl.arange(0, BLOCK_W)
+    return (RANK + 1 + tl.minimum(lane, WORLD - 2)) % WORLD, lane < WORLD - 1
+
+
+@triton.jit
+def announce(
+    flag_ptrs, index, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK_W: tl.constexpr
+) -> None:
+    """Set flag `index` at every peer, behind everything that this program has written so far."""
+    peer, there = peer_lanes(RANK, WORLD, BLOCK_W)
+    ptrs = tl.load(flag_ptrs + peer).to(tl.pointer_type(tl.int32)) + index
+    tl.debug_barrier()
+    tl.atomic_xchg(ptrs, 1, mask=there, sem="release", scope="sys")
+
+
+@triton.jit
+def poll_peers(
+    own_flags,
+    first,
+    per_source,
+    report_ptr,
+    tile,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    DEADLINE_NS: tl.constexpr,
+) -> None:
+    """Wait for flag first + source * per_source of every peer, and clear them."""
+    peer, there = peer_lanes(RANK, WORLD, BLOCK_W)
+    ptrs = own_flags + first + peer * per_source
+    poll(ptrs, report_ptr, peer, peer * 0 + tile, DEADLINE_NS)
+    tl.store(ptrs, 0, mask=there)
+
+
+@triton.jit
+def nonzero(value):
+    """The bits of floating-point numbers as integers, none of them zero: +0.0 becomes -0.0."""
+    if value.dtype.primitive_bitwidth == 16:
+        bits = value.to(tl.int16, bitcast=True)
+        return tl.where(bits == 0, tl.full((), -32768, tl.int16), bits)
+    else:  # noqa: RET505 - a branch at compile time: Triton refuses two returns without it
+        bits = value.to(tl.int32, bitcast=True)
+        return tl.where(bits == 0, tl.full((), -2147483648, tl.int32), bits)
+
+
+@triton.jit
+def positive_zeros(value):
+    """-0.0 as +0.0: whoever keeps a value has the bits of those who receive it in band."""
+    return tl.where(value == 0.0, tl.zeros_like(value), value)
+
+
+@triton.jit
+def sum_in_band(
+    own,  # fp32, any shape
+    words_ptr,  # of this rank: int16 or int32 by DTYPE
+    at,  # like own: where its words lie within a part
+    inside,  # like own: what exists; the rest comes back as zero
+    part,  # words between the parts of two sources
+    report_ptr,
+    tile,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    DTYPE: tl.constexpr,
+    DEADLINE_NS: tl.constexpr,
+):
+    """own + the parts of all peers in rank order, in fp32, as soon as every word has come.
+
+    A round reads all words again: when the last one comes, all are in registers. The sum begins at
+    +0.0, so that zeros that travelled as -0.0 and own ones give the same bits on all ranks.
+    """
+    total = tl.zeros_like(own)
+    missing = 1
+    start = clock(DEADLINE_NS)
+    while missing != 0:
+        total = tl.zeros_like(own)
+        come = tl.full(own.shape, 1, tl.int1)
+        for source in tl.static_range(WORLD):
+            if source == RANK:
+                total += own
+            else:
+                word_ptrs = words_ptr + lane_of(source, RANK) * part + at
+                bits = tl.load(word_ptrs, mask=inside, other=1, volatile=True)
+                come = come & (bits != 0)
+                total += tl.where(inside, bits.to(DTYPE, bitcast=True).to(tl.float32), 0.0)
+                expire(bits != 0, start, report_ptr, source, tile, DEADLINE_NS)
+        missing = 1 - tl.min(come.to(tl.int32))
+    return total
+
+
+@triton.jit
+def clear_band(
+    words_ptr,
+    at,
+    inside,
+    part,
+    WORLD: tl.constexpr,
+) -> None:
+    """Zero the words that `sum_in_band` has read."""
+    for lane in tl.static_range(WORLD - 1):
+        zero = tl.zeros(at.shape, words_ptr.dtype.element_ty)
+        tl.store(words_ptr + lane * part + at, zero, mask=inside)
 
 
 @triton.jit

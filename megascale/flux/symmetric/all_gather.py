@@ -1,0 +1,172 @@
+"""The rows of all ranks in rank order, over symmetric memory.
+
+    x_TD = all_gather(x_tD, arena)
+    gathering = start_all_gather(x_tD, arena); ...; x_TD = gathering.wait()
+
+A kernel for small shares (in band, or by flags), copy engines above `sizes.COPY_ENGINE_BYTES` and
+for `start_all_gather`, which leaves all SMs to what runs in between. Copy engines send in reverse
+ring order, rank - 1 first: every rank then receives from rank + 1, rank + 2, ... and no two senders
+meet at one receiver.
+
+Every bit arrives as it was. Where the result is a view of the slot, it holds until the next flux
+call but one of the group begins.
+
+Legend: W ranks, T rows of all, t rows of this rank (c = ceil(T / W), the last ranks fewer or none),
+D columns.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from megascale.errors import FluxError
+from megascale.flux.problem import own_rows
+from megascale.flux.symmetric import sizes
+from megascale.flux.symmetric.launch import wait_flags
+from megascale.flux.symmetric.one_shot.launch import block_w
+from megascale.flux.tiles import rows_per_rank
+
+if TYPE_CHECKING:
+    from megascale.flux.arena import Arena, Slot
+
+Transport = Literal["in_band", "flags", "copy_engine"]
+
+
+def all_gather(
+    x_tD: Tensor, arena: Arena, num_rows: int | None = None, *, transport: Transport | None = None
+) -> Tensor:
+    """x_TD [num_rows, D]: a new tensor (in band), or a view of the slot.
+
+    num_rows   T, where ranks own unequally many rows
+    transport  None chooses by size; "in_band" must fit (FluxError)
+    """
+    num_rows = _rows(x_tD, arena, num_rows)
+    if arena.world_size == 1 or num_rows * x_tD.shape[1] == 0:
+        return x_tD if arena.world_size == 1 else x_tD.new_empty(num_rows, x_tD.shape[1])
+    x_tD = x_tD.contiguous()
+    share_bytes = rows_per_rank(num_rows, arena.world_size) * x_tD.shape[1] * x_tD.element_size()
+    with arena.turn(arena.world_size * share_bytes) as slot:
+        fits = _fits_in_band(x_tD, share_bytes, slot)
+        if transport is None:
+            large = share_bytes > sizes.COPY_ENGINE_BYTES
+            transport = "in_band" if fits else "copy_engine" if large else "flags"
+        assert transport != "in_band" or fits, (tuple(x_tD.shape), share_bytes)
+        if transport == "copy_engine":
+            _send_by_copies(x_tD, arena, slot, num_rows)
+            return _receive_copies(x_tD, arena, slot, num_rows)
+        return _by_kernel(x_tD, arena, slot, num_rows, in_band=transport == "in_band")
+
+
+class Gathering:
+    """Rows on their way. `wait()` on the current stream before they are read.
+
+    At most one other flux call of the group may lie between start and wait.
+    """
+
+    def __init__(self, x_tD: Tensor, arena: Arena, slot: Slot | None, num_rows: int) -> None:
+        self._x_tD = x_tD  # alive until the copies have read it
+        self._arena = arena
+        self._slot = slot
+        self._num_rows = num_rows
+        self._value: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """x_TD: a view of the slot."""
+        if self._value is None:
+            if self._slot is None:
+                self._value = self._x_tD
+            else:
+                self._value = _receive_copies(self._x_tD, self._arena, self._slot, self._num_rows)
+        return self._value
+
+
+def start_all_gather(x_tD: Tensor, arena: Arena, num_rows: int | None = None) -> Gathering:
+    """Begin to gather by copy engines; the current stream goes on."""
+    num_rows = _rows(x_tD, arena, num_rows)
+    x_tD = x_tD.contiguous()
+    if arena.world_size == 1 or num_rows * x_tD.shape[1] == 0:
+        return Gathering(x_tD, arena, None, num_rows)
+    share_bytes = rows_per_rank(num_rows, arena.world_size) * x_tD.shape[1] * x_tD.element_size()
+    with arena.turn(arena.world_size * share_bytes) as slot:
+        _send_by_copies(x_tD, arena, slot, num_rows)
+        return Gathering(x_tD, arena, slot, num_rows)
+
+
+def _rows(x_tD: Tensor, arena: Arena, num_rows: int | None) -> int:
+    if x_tD.dim() != 2:
+        raise FluxError(f"x is {tuple(x_tD.shape)}; it must be a tensor of two dimensions")
+    if x_tD.device.type != arena.device.type:
+        raise FluxError(f"x is on {x_tD.device} and its group on {arena.device}; move it there")
+    num_rows = x_tD.shape[0] * arena.world_size if num_rows is None else num_rows
+    first, end = own_rows(num_rows, arena.rank, arena.world_size)
+    if end - first != x_tD.shape[0]:
+        raise FluxError(
+            f"x has {x_tD.shape[0]} rows on rank {arena.rank} of {arena.world_size} and num_rows "
+            f"is {num_rows}; rank {arena.rank} must hold rows {first} to {end}, which are "
+            f"{end - first}"
+        )
+    return num_rows
+
+
+def _fits_in_band(x_tD: Tensor, share_bytes: int, slot: Slot) -> bool:
+    """In band takes whole words of 4 bytes, each sent as 8."""
+    return (x_tD.shape[1] * x_tD.element_size()) % 4 == 0 and sizes.fits_in_band(
+        share_bytes // 4, 8, slot.world_size - 1, slot.flags[slot.rank].numel()
+    )
+
+
+def _send_by_copies(x_tD: Tensor, arena: Arena, slot: Slot, num_rows: int) -> None:
+    """The own shard into every slot, each followed by its flag; a rank without rows sends flags."""
+    world_size, rank, own = arena.world_size, arena.rank, x_tD.shape[0]
+    shape = (world_size, rows_per_rank(num_rows, world_size), x_tD.shape[1])
+    with arena.side():
+        for step in range(1, world_size):
+            peer = (rank - step) % world_size
+            if own:
+                slot.view(peer, shape, x_tD.dtype)[rank, :own].copy_(x_tD)
+            slot.flags[peer][rank : rank + 1].copy_(arena.one)
+    if own:
+        slot.view(rank, shape, x_tD.dtype)[rank, :own].copy_(x_tD)
+
+
+def _receive_copies(x_tD: Tensor, arena: Arena, slot: Slot, num_rows: int) -> Tensor:
+    wait_flags(arena, slot, range(arena.world_size))
+    arena.join()
+    return slot.view(arena.rank, (num_rows, x_tD.shape[1]), x_tD.dtype)
+
+
+def _by_kernel(x_tD: Tensor, arena: Arena, slot: Slot, num_rows: int, *, in_band: bool) -> Tensor:
+    from megascale.flux.symmetric.gather.kernel import (
+        gather_by_flags_kernel,
+        gather_in_band_kernel,
+    )
+
+    x, share, total = _as_integers(x_tD, num_rows, arena.world_size)
+    common = {"RANK": arena.rank, "WORLD": arena.world_size, "DEADLINE_NS": arena.deadline_ns}
+    if in_band:
+        x_TD = x_tD.new_empty(num_rows, x_tD.shape[1])
+        pieces = sizes.in_band_pieces(share, 8)
+        gather_in_band_kernel[(pieces.programs,)](
+            x, x_TD.view(torch.int32), slot.flag_ptrs, arena.report, share, total,
+            sizes.padded(share), **common, **pieces.options,
+        )  # fmt: skip
+        return x_TD
+    flag_words = slot.flags[arena.rank].numel()
+    pieces = sizes.flag_pieces(share, x.element_size(), arena.world_size, flag_words)
+    gather_by_flags_kernel[(pieces.programs,)](
+        x, slot.data_ptrs, slot.flag_ptrs, arena.report, share, total,
+        pieces.rounds * pieces.blocks,
+        BLOCK_W=block_w(arena.world_size), **common, **pieces.options,
+    )  # fmt: skip
+    return slot.view(arena.rank, (num_rows, x_tD.shape[1]), x_tD.dtype)
+
+
+def _as_integers(x_tD: Tensor, num_rows: int, world_size: int) -> tuple[Tensor, int, int]:
+    """(x as the widest integers that divide a row, elements of a share, elements of all)."""
+    row_bytes = x_tD.shape[1] * x_tD.element_size()
+    kind = next(k for k in (torch.int32, torch.int16, torch.int8) if row_bytes % k.itemsize == 0)
+    columns = row_bytes // kind.itemsize
+    return x_tD.view(kind), rows_per_rank(num_rows, world_size) * columns, num_rows * columns

@@ -1,0 +1,1 @@
+"""All-gather by a kernel."""

@@ -1,0 +1,85 @@
+"""The sum of rows over ranks, each rank keeping its own: one hop over symmetric memory.
+
+A kernel sends every share to its owner and sums what it owns, in rank order in fp32. Above
+`sizes.COPY_ENGINE_BYTES` a share, copy engines send chunks of rows, and a kernel sums each chunk as
+soon as it has come from all ranks.
+
+Legend: W ranks, T rows, t rows of this rank (c = ceil(T / W), the last ranks fewer or none), D
+columns.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from megascale.flux.problem import own_rows
+from megascale.flux.symmetric import sizes
+from megascale.flux.symmetric.launch import sum_arrived
+from megascale.flux.symmetric.one_shot.launch import check_summable, sum_over_ranks
+from megascale.flux.tiles import rows_per_rank
+
+if TYPE_CHECKING:
+    from megascale.flux.arena import Arena
+
+
+def reduce_scatter(x_TD: Tensor, arena: Arena, *, copy_engine: bool | None = None) -> Tensor:
+    """x_tD: this rank's rows of the sum over ranks, in a new tensor.
+
+    x_TD         bf16, fp16 or fp32 of two dimensions, of one shape on all ranks
+    copy_engine  None chooses by size
+    """
+    check_summable(x_TD, arena)
+    if arena.world_size == 1 or x_TD.numel() == 0:
+        return x_TD.clone() if arena.world_size == 1 else x_TD.new_empty(0, x_TD.shape[1])
+    x_TD = x_TD.contiguous()
+    num_rows, columns = x_TD.shape
+    share = rows_per_rank(num_rows, arena.world_size) * columns
+    first, end = own_rows(num_rows, arena.rank, arena.world_size)
+    y_tD = x_TD.new_empty(end - first, columns)
+    if copy_engine is None:
+        copy_engine = share * x_TD.element_size() > sizes.COPY_ENGINE_BYTES
+    if copy_engine:
+        _by_copies(x_TD, y_tD, arena)
+    else:
+        sum_over_ranks(x_TD, y_tD, share, arena, scatter=True)
+    return y_tD
+
+
+def _by_copies(x_TD: Tensor, y_tD: Tensor, arena: Arena) -> None:
+    """Chunk j of every share goes out before chunk j + 1 of any: owners sum them in that order.
+
+    Flag of (source, chunk): source * chunks + chunk. A rank without rows is told by the same flags
+    that the call has begun.
+    """
+    world_size, rank = arena.world_size, arena.rank
+    num_rows, columns = x_TD.shape
+    c, size = rows_per_rank(num_rows, world_size), x_TD.element_size()
+    num_chunks = sizes.chunks(c * columns * size, c)
+    rows = -(-c // num_chunks)
+    num_chunks = -(-c // rows)
+    with arena.turn(world_size * c * columns * size) as slot:
+        with arena.side():
+            for chunk in range(num_chunks):
+                for step in range(1, world_size):
+                    peer = (rank - step) % world_size
+                    first, end = own_rows(num_rows, peer, world_size)
+                    start, stop = first + chunk * rows, min(first + (chunk + 1) * rows, end)
+                    if start < stop:
+                        there = slot.view(peer, (world_size, c, columns), x_TD.dtype)[rank]
+                        there[start - first : stop - first].copy_(x_TD[start:stop])
+                    flag = rank * num_chunks + chunk
+                    slot.flags[peer][flag : flag + 1].copy_(arena.one)
+        first, end = own_rows(num_rows, rank, world_size)
+        parts = slot.view(rank, (world_size, c, columns), x_TD.dtype)[:, : end - first]
+        sum_arrived(
+            y_tD,
+            parts,
+            arena,
+            slot,
+            own=x_TD[first:end],
+            flags_per_source=num_chunks,
+            rows_per_flag=rows,
+        )
+        arena.join()

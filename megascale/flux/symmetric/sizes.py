@@ -1,0 +1,87 @@
+"""Which transport and how many programs, by size: pure arithmetic, the same on all ranks.
+
+| transport | data | announced by | used |
+|---|---|---|---|
+| in band | the slot's flag words | itself: no word of it is zero | while it fits there (256 KB) |
+| flags | the slot's data | a flag a piece, set by the kernel | up to COPY_ENGINE_BYTES a peer |
+| copy engine | the slot's data | a flag a peer or chunk, copied behind it | above |
+
+A kernel reaches 343-350 GB/s over a link from 8 blocks on and a copy engine 389 (256 MiB, H200),
+but each of its copies costs some microseconds first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+COPY_ENGINE_BYTES = 16 << 20  # to each peer
+TWO_SHOT_BYTES = 700_000  # what a link moves in the time of one hop: 2 us at 350 GB/s
+MAX_PROGRAMS = 128  # all resident on 132 SMs, at any register count
+CHUNK_BYTES = 16 << 20  # of a copy: smaller ones pay the engine's ramp, larger ones wait for a sum
+MAX_CHUNKS = 4
+_VECTOR_BYTES = 16
+_THREADS = 32
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How a kernel divides a share. Each program of a round has a piece: `blocks` of `block`."""
+
+    block: int
+    warps: int
+    programs: int
+    rounds: int
+    blocks: int  # of a piece
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Launch arguments that every kernel takes."""
+        return {"BLOCK": self.block, "num_warps": self.warps}
+
+
+def padded(elements: int) -> int:
+    """Elements of a part in memory: a multiple of 16, which the kernels' alignment rests on."""
+    return -(-max(elements, 1) // 16) * 16
+
+
+def fits_in_band(elements: int, word_bytes: int, parts: int, flag_words: int) -> bool:
+    """Whether `parts` parts of `elements` words fit into a slot's flag words."""
+    return parts * padded(elements) * word_bytes <= flag_words * 4
+
+
+def in_band_pieces(elements: int, word_bytes: int) -> Pieces:
+    """One block a program: small blocks while that gives enough programs, since they start and end
+    sooner; larger ones beyond, so that all programs are resident."""
+    block = 128 * _VECTOR_BYTES // word_bytes  # 4 warps, one access of 16 bytes a thread
+    warps = 4
+    while warps < 16 and -(-elements // block) > MAX_PROGRAMS:
+        block, warps = 2 * block, 2 * warps
+    return Pieces(block, warps, max(1, -(-elements // block)), 1, 1)
+
+
+def flag_pieces(elements: int, element_bytes: int, flags_each: int, flag_words: int) -> Pieces:
+    """Up to MAX_PROGRAMS programs, in rounds of a few blocks each.
+
+    flags_each  flags that a piece needs at a receiver (sources, times phases)
+    """
+    warps = 16
+    block = 2 * warps * _THREADS * _VECTOR_BYTES // element_bytes
+    num_blocks = max(1, -(-elements // block))
+    programs = min(num_blocks, MAX_PROGRAMS)
+    per_program = -(-num_blocks // programs)
+    blocks = min(per_program, 4)
+    while -(-per_program // blocks) * programs * flags_each > flag_words:
+        blocks *= 2
+    return Pieces(block, warps, programs, -(-per_program // blocks), blocks)
+
+
+def shots(num_bytes: int, world_size: int) -> int:
+    """1 or 2 hops of an all-reduce of `num_bytes`: the second pays where it saves link time."""
+    # (W - 1) S against 2 (W - 1) / W * S and one hop more; never of two ranks
+    saved = num_bytes * (world_size - 1) * (world_size - 2) // world_size
+    return 2 if saved > TWO_SHOT_BYTES else 1
+
+
+def chunks(share_bytes: int, rows: int) -> int:
+    """Parts in which copy engines send a share, so that the sum of one runs beside the next."""
+    return max(1, min(MAX_CHUNKS, share_bytes // CHUNK_BYTES, rows))

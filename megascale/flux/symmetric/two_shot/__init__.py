@@ -1,0 +1,1 @@
+"""All-reduce in two hops: reduce-scatter, then all-gather, in one kernel."""

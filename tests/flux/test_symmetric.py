@@ -1,0 +1,318 @@
+"""Collectives over symmetric memory: kernels in the interpreter, on ranks that share an arena."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megascale.errors import FluxError
+from megascale.flux.problem import own_rows
+from megascale.flux.symmetric import sizes
+from tests.distributed import run_ranks
+from tests.flux.ahead_of_time import TARGETS, ptx
+from tests.flux.shared_arena import SharedArena, interpret_kernels
+
+FP16, FP32, BF16 = torch.float16, torch.float32, torch.bfloat16
+# rows of all ranks, columns, type: one, fewer rows than ranks, odd ones, more than a block
+FEW = [(1, 1, FP16), (2, 7, FP32), (5, 33, BF16)]
+MANY = [
+    (m, n, dtype)
+    for m, n in [(1, 1), (1, 40), (2, 7), (3, 32), (5, 33), (7, 64), (16, 160)]
+    for dtype in (FP16, FP32, BF16)
+]
+
+
+TRANSPORTS: tuple[Any, ...] = ("in_band", "flags", "copy_engine", None)
+
+
+def values(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Random numbers with zeros of both signs among them: the words that in-band must not send."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).flatten()
+    x[::5] = 0.0
+    x[2::7] = -0.0
+    return x.view(shape).to(dtype)
+
+
+def in_rank_order(parts: list[Tensor]) -> Tensor:
+    """The sum as the kernels make it: fp32, rank 0 first."""
+    total = torch.zeros(parts[0].shape)
+    for part in parts:
+        total = total + part.float()
+    return total
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    """Equal to `wanted` (fp32) in found's type; the interpreter cuts bf16 instead of rounding."""
+    if found.dtype == torch.bfloat16:
+        torch.testing.assert_close(found.float(), wanted, rtol=2**-7, atol=1e-30)
+    else:
+        torch.testing.assert_close(found, wanted.to(found.dtype), rtol=0, atol=0)
+
+
+@contextmanager
+def by_flags(block: int = 32) -> Iterator[None]:
+    """Flags in place of in band, in tiny pieces: several programs, rounds and blocks of each."""
+
+    def pieces(elements: int, *_args: Any) -> sizes.Pieces:
+        return sizes.Pieces(block, 1, 2, -(-elements // (2 * 2 * block)), 2)
+
+    kept = sizes.fits_in_band, sizes.flag_pieces
+    sizes.fits_in_band, sizes.flag_pieces = lambda *_args: False, pieces  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sizes.fits_in_band, sizes.flag_pieces = kept
+
+
+def _arena(jitter_s: float = 0.0) -> SharedArena:
+    interpret_kernels()
+    assert dist.group.WORLD is not None
+    return SharedArena(dist.group.WORLD, 1 << 14, jitter_s=jitter_s)
+
+
+def _all_reduces(rank: int, world_size: int, cases: list[Any]) -> list[Any]:
+    arena = _arena()
+    from megascale.flux.symmetric.all_reduce import all_reduce
+
+    def one(form: Any, seed: int, shape: tuple[int, int], dtype: torch.dtype) -> list[float]:
+        parts = [values(seed + r, shape, dtype) for r in range(world_size)]
+        before = parts[rank].clone()
+        y = all_reduce(parts[rank], arena, form)
+        assert torch.equal(parts[rank], before)
+        close(y, in_rank_order(parts))
+        bits = y.view(torch.int16 if dtype.itemsize == 2 else torch.int32)
+        return bits.flatten().tolist()
+
+    found = []
+    for seed, (m, n, dtype) in enumerate(cases):
+        for form in ("one_shot", "two_shot"):
+            found.append(one(form, 100 * seed, (m, n), dtype))
+            with by_flags():
+                found.append(one(form, 100 * seed + 50, (m, n), dtype))
+    assert all_reduce(torch.empty(0, 3), arena).shape == (0, 3)
+    assert arena.turns == (0 if world_size == 1 else len(found))
+    return found
+
+
+def _check_all_reduce(world_size: int, cases: list[Any]) -> None:
+    first, *others = run_ranks(_all_reduces, world_size, cases, timeout_s=110)
+    assert len(first) == 4 * len(cases)
+    for other in others:
+        assert other == first
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_all_reduce_sums_in_rank_order_to_the_same_bits(world_size: int) -> None:
+    _check_all_reduce(world_size, FEW)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_reduce_of_many_shapes(world_size: int) -> None:
+    _check_all_reduce(world_size, MANY)
+
+
+def _reduce_scatters(rank: int, world_size: int, cases: list[Any], jitter_s: float) -> None:
+    arena = _arena(jitter_s)
+    from megascale.flux.symmetric.reduce_scatter import reduce_scatter
+
+    for seed, (m, columns, dtype) in enumerate(cases):
+        first, end = own_rows(m, rank, world_size)
+        for way in ("in band", "flags", "copies"):
+            parts = [values(100 * seed + r, (m, columns), dtype) for r in range(world_size)]
+            wanted = in_rank_order(parts)[first:end]
+            with by_flags() if way == "flags" else nullcontext():
+                y_tD = reduce_scatter(parts[rank], arena, copy_engine=way == "copies")
+            assert y_tD.shape == wanted.shape
+            close(y_tD, wanted)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_reduce_scatter(world_size: int) -> None:
+    run_ranks(_reduce_scatters, world_size, FEW, 0.0)
+
+
+def _chunks(rank: int, world_size: int) -> None:
+    arena = _arena()
+    from megascale.flux.symmetric.reduce_scatter import reduce_scatter
+
+    sizes.CHUNK_BYTES = 64
+    for m in (1, 5, 12, 23):
+        parts = [values(m + 100 * r, (m, 24), torch.float16) for r in range(world_size)]
+        first, end = own_rows(m, rank, world_size)
+        y_tD = reduce_scatter(parts[rank], arena, copy_engine=True)
+        close(y_tD, in_rank_order(parts)[first:end])
+
+
+def test_reduce_scatter_by_copies_in_chunks() -> None:
+    assert sizes.chunks(10 * 24 * 2, 5) == 1
+    run_ranks(_chunks, 3)
+
+
+def _all_gathers(rank: int, world_size: int, cases: list[Any], jitter_s: float) -> None:
+    arena = _arena(jitter_s)
+    from megascale.flux.symmetric.all_gather import all_gather
+
+    before: list[tuple[Tensor, Tensor]] = []  # of the last call
+    for seed, (m, columns, dtype) in enumerate(cases):
+        for transport in TRANSPORTS:
+            if transport == "in_band" and columns * dtype.itemsize % 4:
+                continue
+            x_TD = (values(seed, (m, columns), FP32) * 20).to(dtype)
+            first, end = own_rows(m, rank, world_size)
+            with by_flags() if transport == "flags" else nullcontext():
+                found = all_gather(x_TD[first:end], arena, m, transport=transport)
+            for value, wanted in [(found, x_TD), *before]:  # the last one's is still there
+                assert value.shape == wanted.shape
+                assert value.view(torch.int8).equal(wanted.view(torch.int8)), (m, transport)
+            before = [(found, x_TD)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_all_gather_moves_every_bit(world_size: int) -> None:
+    cases = [*FEW, (4, 3, torch.int8), (3, 5, torch.float64)]
+    run_ranks(_all_gathers, world_size, cases, 0.0)
+
+
+def _no_rows(rank: int, world_size: int) -> None:
+    arena = _arena()
+    from megascale.flux.symmetric.all_gather import all_gather, start_all_gather
+    from megascale.flux.symmetric.reduce_scatter import reduce_scatter
+
+    assert all_gather(torch.empty(0, 8), arena).shape == (0, 8)
+    assert start_all_gather(torch.empty(0, 8), arena).wait().shape == (0, 8)
+    assert reduce_scatter(torch.empty(0, 8), arena).shape == (0, 8)
+    assert arena.turns == 0
+
+
+def test_nothing_is_sent_where_there_is_nothing() -> None:
+    run_ranks(_no_rows, 2)
+
+
+def _started(rank: int, world_size: int) -> None:
+    arena = _arena(0.002)
+    from megascale.flux.symmetric.all_gather import start_all_gather
+    from megascale.flux.symmetric.all_reduce import all_reduce
+
+    for call in range(9):
+        m = 1 + 2 * call
+        x_TD = values(call, (m, 12), torch.bfloat16)
+        first, end = own_rows(m, rank, world_size)
+        gathering = start_all_gather(x_TD[first:end], arena, m)
+        y = all_reduce(torch.full((4,), float(rank)), arena)
+        assert torch.equal(y, torch.full((4,), float(sum(range(world_size)))))
+        assert torch.equal(gathering.wait(), x_TD)
+        assert gathering.wait() is gathering.wait()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_gather_runs_beside_another_call(world_size: int) -> None:
+    run_ranks(_started, world_size)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("ranks", [_reduce_scatters, _all_gathers])
+def test_many_shapes_with_ranks_out_of_step(ranks: Any, world_size: int) -> None:
+    run_ranks(ranks, world_size, MANY, 0.004, timeout_s=110)
+
+
+def _refusals(rank: int, world_size: int) -> list[str]:
+    arena = _arena()
+    from megascale.flux.symmetric.all_gather import all_gather
+    from megascale.flux.symmetric.all_reduce import all_reduce
+
+    found = []
+    for call in (
+        lambda: all_reduce(torch.ones(2, 2, dtype=torch.int32), arena),
+        lambda: all_reduce(torch.ones(2, 2, device="meta"), arena),
+        lambda: all_gather(torch.ones(4), arena),
+        lambda: all_gather(torch.ones(2, 2), arena, 7),
+    ):
+        with pytest.raises(FluxError) as caught:
+            call()
+        found.append(str(caught.value))
+    assert arena.turns == 0  # refused before anything was begun
+    return found
+
+
+def test_refusals_name_the_argument() -> None:
+    kind, device, dims, rows = run_ranks(_refusals, 2)[1]
+    assert "torch.int32" in kind
+    assert "torch.bfloat16" in kind
+    assert "meta" in device
+    assert "(4,)" in dims
+    assert "num_rows is 7" in rows
+    assert "rows 4 to 7" in rows
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8, 72])
+@pytest.mark.parametrize("elements", [1, 8192, 131072, 5_000_001, 400_000_000])
+def test_pieces_cover_a_share_and_their_flags_fit(world_size: int, elements: int) -> None:
+    for pieces in (
+        sizes.flag_pieces(elements, 2, 2 * world_size, 65536),
+        sizes.in_band_pieces(min(elements, 131072), 2),
+    ):
+        covered = pieces.programs * pieces.rounds * pieces.blocks * pieces.block
+        assert covered >= min(elements, 131072 if pieces.rounds == 1 else elements)
+        assert pieces.warps <= 16
+    pieces = sizes.flag_pieces(elements, 2, 2 * world_size, 65536)
+    assert 2 * world_size * pieces.rounds * pieces.programs <= 65536
+    assert pieces.programs <= sizes.MAX_PROGRAMS
+    assert sizes.in_band_pieces(131072, 2).programs <= sizes.MAX_PROGRAMS
+
+
+def test_the_second_hop_pays_from_a_size_on_and_never_for_two_ranks() -> None:
+    assert sizes.shots(1 << 30, 2) == 1
+    assert [sizes.shots(size, 8) for size in (1 << 14, 1 << 17, 1 << 18, 1 << 20)] == [1, 1, 2, 2]
+    assert sizes.fits_in_band(131072, 2, 1, 65536)
+    assert not sizes.fits_in_band(131073, 2, 1, 65536)
+
+
+def _symmetric_kernels() -> list[tuple[Any, str, dict[str, Any], int, int]]:
+    """(kernel, element, constants, warps, accesses of 16 bytes at least) of everything launched."""
+    from megascale.flux.symmetric.gather import kernel as gather
+    from megascale.flux.symmetric.one_shot import kernel as one_shot
+    from megascale.flux.symmetric.two_shot import kernel as two_shot
+
+    large = {"BLOCK": 8192, "BLOCK_W": 4}
+    return [
+        (one_shot.sum_in_band_kernel, "bf16", {"BLOCK": 1024, "SCATTER": False}, 4, 4),
+        (one_shot.sum_in_band_kernel, "fp32", {"BLOCK": 512, "SCATTER": True}, 4, 4),
+        (one_shot.sum_by_flags_kernel, "bf16", {"SCATTER": False, **large}, 16, 8),
+        (one_shot.sum_by_flags_kernel, "bf16", {"SCATTER": True, **large}, 16, 8),
+        (two_shot.two_shot_in_band_kernel, "fp16", {"BLOCK": 1024}, 4, 8),
+        (two_shot.two_shot_by_flags_kernel, "bf16", large, 16, 12),
+        (gather.gather_in_band_kernel, "i32", {"BLOCK": 512}, 4, 3),
+        (gather.gather_by_flags_kernel, "i32", large, 16, 4),
+    ]
+
+
+@pytest.mark.parametrize("capability", TARGETS)
+@pytest.mark.parametrize("case", range(8))
+def test_kernels_compile_to_accesses_of_16_bytes(case: int, capability: int) -> None:
+    kernel, element, constants, warps, at_least = _symmetric_kernels()[case]
+    constants = {**constants, "RANK": 1, "WORLD": 4, "DEADLINE_NS": 0}
+    types = {name: "*i64:16" for name in kernel.arg_names if name.endswith("_ptrs")}
+    types |= {name: "i32:16" for name in ("share", "total", "part") if name in kernel.arg_names}
+    types |= {"x_ptr": f"*{element}:16", "y_ptr": f"*{element}:16", "report_ptr": "*i64:16"}
+    counts = ("num_rounds", "blocks_a_round", "blocks_a_program")
+    types |= {name: "i32" for name in counts if name in kernel.arg_names}
+    types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+    found = ptx(kernel, types, constants, capability, num_warps=warps)
+    for kind in ("ld", "st"):
+        lines = [x for x in found.splitlines() if f"{kind}.global" in x or f"{kind}.volatile" in x]
+        wide = [x for x in lines if ".v4.b32" in x or ".v2.b64" in x]
+        assert wide, lines
+        narrow = [x for x in lines if ".v" not in x and ".b16" in x]
+        assert not narrow, narrow  # elements one by one
+    assert found.count(".v4.b32") + found.count(".v2.b64") >= at_least
+    debug = ptx(kernel, types, {**constants, "DEADLINE_NS": 1}, capability, num_warps=warps)
+    assert "trap;" in debug
+    assert "trap;" not in found
