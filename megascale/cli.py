@@ -24,8 +24,10 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Prepare text for training.", no_args_is_help=True)
 convert_app = typer.Typer(help="Exchange weights with Hugging Face.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure on this machine's devices.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.add_typer(convert_app, name="convert")
+app.add_typer(bench_app, name="bench")
 
 Overrides = Annotated[
     list[str] | None,
@@ -133,6 +135,52 @@ def from_hf(
     from megascale.train.convert import import_from_hf
 
     typer.echo(import_from_hf(source, output))
+
+
+@bench_app.command("flux")
+def bench_flux(
+    ops: Annotated[
+        str, typer.Option(help="of ag_gemm,gemm_rs,gemm_ar")
+    ] = "ag_gemm,gemm_rs,gemm_ar",
+    shapes: Annotated[
+        str, typer.Option(help="gpt3, llama70b, names of shapes, or a file NAME.toml")
+    ] = "gpt3,llama70b",
+    rows: Annotated[
+        str, typer.Option(help="rows of all ranks together")
+    ] = "1,16,64,128,512,1024,2048,4096,8192,16384",
+    nproc: Annotated[int | None, typer.Option(min=1, help="ranks; default: a GPU each")] = None,
+    mode: Annotated[str, typer.Option(help="eager, graph or both")] = "both",
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 on GPUs, float32 on a CPU")] = None,
+    forms: Annotated[str, typer.Option(help="only these of ours, beside all others")] = "",
+    configs: Annotated[int, typer.Option(min=1, help="of a form, the first so many")] = 1_000,
+    tune: Annotated[str, typer.Option(help="now: measure choices; cache: look them up")] = "now",
+    cache: Annotated[Path | None, typer.Option(help="file of the tuner's choices")] = None,
+    output: Annotated[Path, typer.Option(help="rows are appended; summary beside it")] = Path(
+        "benchmarks/results/flux.jsonl"
+    ),
+    commit: Annotated[str | None, typer.Option(help="of a clean copy without repository")] = None,
+    budget_s: Annotated[float, typer.Option(min=1, help="no case begins after it")] = 600.0,
+) -> None:
+    """Fused operators against cuBLAS, NCCL and torch's operators, in one interleaved run."""
+    from megascale.flux.bench.start import bench_flux as run
+
+    code = run(
+        ops=ops,
+        shapes=shapes,
+        rows=rows,
+        nproc=nproc,
+        mode=mode,
+        dtype=dtype,
+        forms=forms,
+        num_configs=configs,
+        tune=tune,
+        cache=cache,
+        output=output,
+        commit=commit,
+        budget_s=budget_s,
+        arguments=sys.argv[1:],
+    )
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -4,8 +4,9 @@ A row is one case measured once (`benchmarks/README.md` has the form). Of a case
 measured on a clean tree counts; rows of a dirty tree stay in the file and never reach a table.
 
 A page asks for a table by `<!-- table: BENCH key=value ... show=NAME,NAME -->`: the rows of that
-bench whose case has these values, with other numbers of the rows beside the metric. What all rows
-have in common stands in a sentence above the table and not in a column.
+bench whose case has these values (`key=A,B`: one of them), with other fields of the rows beside the
+metric; `forms.fused` is a field of a field. What all rows have in common stands in a sentence above
+the table and not in a column.
 
 Invariant: the tables are a pure function of the rows. `--check` fails where a page is behind them,
 so a number in a table was measured, and nobody typed it.
@@ -67,7 +68,7 @@ def render(spec: str, folder: Path = RESULTS) -> str:
     rows = [
         row
         for row in newest_clean(read_rows(bench, folder))
-        if all(str(row["case"].get(key)) == value for key, value in wanted.items())
+        if all(str(row["case"].get(key)) in value.split(",") for key, value in wanted.items())
     ]
     if not rows:
         return "\nNo row has been measured yet.\n\n"
@@ -92,7 +93,7 @@ def _columns(rows: list[Row], shown: list[str]) -> tuple[str, dict[str, list[str
     baselines = dict.fromkeys(name for row in rows for name in row.get("baselines") or {})
     measured = {
         "value": [f"**{_number(row['value'])}**" for row in rows],
-        **{name: [_number(row.get(name)) for row in rows] for name in shown},
+        **{name: [_shown(row, name) for row in rows] for name in shown},
         **{n: [_number((row.get("baselines") or {}).get(n)) for row in rows] for n in baselines},
         "target": [_target(row) for row in rows],
         "met": [{None: "", True: "yes", False: "no"}[row.get("met")] for row in rows],
@@ -108,6 +109,14 @@ def _device(row: Row) -> str:
 def _target(row: Row) -> str:
     target = row.get("target")
     return f"{target['op']} {_number(target['value'])}" if target else ""
+
+
+def _shown(row: Row, name: str) -> str:
+    """The field of a row, or of a field of it, as a cell."""
+    found: Any = row
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found if isinstance(found, str) else _number(found)
 
 
 def _number(value: float | None) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -147,13 +148,25 @@ class GraphTimer:
         estimate = {"ms": self._eager._burst(run, 4, lead=True)}
         estimate_ms = slowest_rank(estimate, self._group)["ms"]
         num_calls = calls_of_burst(estimate_ms, self._burst_ms, self._most_calls)
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            for _ in range(num_calls):
-                run()
+        graph = self._capture(run, num_calls)
         self._eager._burst(graph.replay, 1, lead=False)
         return lambda: self._eager._burst(graph.replay, 1, lead=True) / num_calls
+
+    def _capture(self, run: Run, num_calls: int) -> torch.cuda.CUDAGraph:
+        """By hand: torch's context manager empties the allocator's cache, for every method anew."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                for _ in range(num_calls):
+                    run()
+            except BaseException:
+                with suppress(RuntimeError):  # of the capture that is now none
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph
 
 
 def calls_of_burst(call_ms: float, burst_ms: float, most_calls: int) -> int:

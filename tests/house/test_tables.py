@@ -61,6 +61,19 @@ def test_a_table_shows_what_differs_and_says_what_does_not(tmp_path: Path) -> No
     )
 
 
+def test_a_table_shows_words_and_fields_of_fields(tmp_path: Path) -> None:
+    forms = {"forms": {"fused": 1.23456}, "chosen": "fused"}
+    rows = [_row(**forms), _row(case={"model": "13b", "tp": 1}), _row(case={"model": "70b"})]
+    (tmp_path / "step.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = tables.render("step model=7b,13b show=chosen,forms.fused,chosen.fused", tmp_path)
+    assert [line.split(" | ")[:5] for line in table.splitlines()[3:7]] == [
+        ["| model", "value", "chosen", "forms.fused", "chosen.fused"],
+        ["| ---", "---", "---", "---", "---"],
+        ["| 7b", "**0.5**", "fused", "1.235", ""],
+        ["| 13b", "**0.5**", "", "", ""],
+    ]
+
+
 def test_a_table_of_one_row_has_every_column(tmp_path: Path) -> None:
     (tmp_path / "step.jsonl").write_text(json.dumps(_row()) + "\n")
     assert tables.render("step tp=1", tmp_path) == (
