@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -136,14 +137,18 @@ def receive(arena: Arena, slot: Slot, flags: range, per_source: int, *, on_strea
 
 
 @cache
-def _driver() -> Any:
-    from cuda.bindings import driver
-
-    return driver
+def can_wait_on_stream() -> bool:
+    """The bindings of the driver are installed. Asked before a call: one that fails in the middle
+    would leave flags behind."""
+    try:
+        return find_spec("cuda.bindings.driver") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _wait_on_stream(stream: int, addresses: list[int]) -> None:
-    driver = _driver()
+    from cuda.bindings import driver
+
     equal = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ.value
     results = [driver.cuStreamWaitValue32(stream, address, 1, equal)[0] for address in addresses]
     results += [driver.cuStreamWriteValue32(stream, address, 0, 0)[0] for address in addresses]

@@ -33,13 +33,19 @@ AG_CONFIGS = [
     ag.ChunkedAllGather(pieces=2, growth=1, stream_wait=True),
     ag.ChunkedAllGather(pieces=3),
 ]
-RS_CONFIGS = [
-    *rs.candidates(Problem("gemm_rs", 4096, N, K, 4, torch.float32, "NK")),
-    rs.ChunkedReduceScatter(two_streams=False, own_blocks=2, chunks=2),
-    rs.ChunkedReduceScatter(chunks=3, own_blocks=2),
-    rs.ChunkedReduceScatter(fold=True, two_streams=False, chunks=2),
-    rs.ChunkedReduceScatter(split="columns", chunks=3, two_streams=False),
-]
+RS_CONFIGS = list(
+    dict.fromkeys(
+        [
+            rs.ChunkedReduceScatter(chunks=2, fold=True, stream_wait=True),
+            rs.ChunkedReduceScatter(chunks=2, fold=True, store=True, stream_wait=True),
+            *rs.candidates(Problem("gemm_rs", 4096, N, K, 4, torch.float32, "NK")),
+            rs.ChunkedReduceScatter(two_streams=False, own_blocks=2, chunks=2),
+            rs.ChunkedReduceScatter(chunks=3, own_blocks=2),
+            rs.ChunkedReduceScatter(fold=True, two_streams=False, chunks=2),
+            rs.ChunkedReduceScatter(split="columns", chunks=3, two_streams=False),
+        ]
+    )
+)
 
 
 class Run:

@@ -50,7 +50,16 @@ import torch
 from torch import Tensor
 
 from megascale.errors import FluxError
-from megascale.flux.lanes import Lanes, block_length, block_of, growing, num_blocks, receive, send
+from megascale.flux.lanes import (
+    Lanes,
+    block_length,
+    block_of,
+    can_wait_on_stream,
+    growing,
+    num_blocks,
+    receive,
+    send,
+)
 from megascale.flux.problem import Layout, Problem
 from megascale.flux.ranks import gemm
 from megascale.flux.tiles import rows_per_rank, shard_rows
@@ -88,14 +97,15 @@ def candidates(problem: Problem) -> list[ChunkedAllGather]:
     """Configurations worth timing for this problem; the first is the default."""
     if problem.world_size == 1:
         return [DEFAULT]
-    found = [DEFAULT, ChunkedAllGather(two_streams=False), ChunkedAllGather(stream_wait=True)]
+    found = [DEFAULT, ChunkedAllGather(two_streams=False)]
     if problem.rows_a_rank >= _FEW_ROWS:
         found.append(ChunkedAllGather(pieces=2))
     if problem.world_size > 2:
         found.append(ChunkedAllGather(growth=1))
-        found.append(ChunkedAllGather(growth=1, stream_wait=True))
     if problem.world_size > 4:
         found.append(ChunkedAllGather(growth=4))
+    if can_wait_on_stream():
+        found.append(ChunkedAllGather(stream_wait=True))
     return found
 
 

@@ -61,6 +61,7 @@ from torch import Tensor
 from megascale.errors import FluxError
 from megascale.flux.gemm_reduce_scatter.chunked_columns import ByColumns
 from megascale.flux.gemm_reduce_scatter.chunked_rows import ByRows
+from megascale.flux.lanes import can_wait_on_stream
 from megascale.flux.problem import Layout, Problem
 from megascale.flux.ranks import gemm
 from megascale.flux.tiles import rows_per_rank, shard_rows
@@ -124,13 +125,14 @@ def candidates(problem: Problem) -> list[ChunkedReduceScatter]:
         ChunkedReduceScatter(own_blocks=4),
         ChunkedReduceScatter(store=True),
         ChunkedReduceScatter(chunks=2, fold=True),
-        ChunkedReduceScatter(chunks=2, fold=True, stream_wait=True),
-        ChunkedReduceScatter(chunks=2, fold=True, store=True, stream_wait=True),
         ChunkedReduceScatter(split="columns", chunks=2),
     ]
     if problem.world_size > 2:
         found.append(ChunkedReduceScatter(growth=1, own_blocks=2))
         found.append(ChunkedReduceScatter(split="columns", chunks=4))
+    if can_wait_on_stream():
+        found.append(ChunkedReduceScatter(chunks=2, fold=True, stream_wait=True))
+        found.append(ChunkedReduceScatter(chunks=2, fold=True, store=True, stream_wait=True))
     return found
 
 
