@@ -195,6 +195,12 @@ def switch_multicast_off(variables: MutableMapping[str, str] | None = None) -> N
     env.update(MULTICAST_OFF)
 
 
+def multicast_is_off(variables: Mapping[str, str] | None = None) -> bool:
+    """NVLink multicast is switched off in all libraries that could use it."""
+    env = os.environ if variables is None else variables
+    return all(env.get(name) == value for name, value in MULTICAST_OFF.items())
+
+
 def child_environment(
     changes: Mapping[str, str], variables: Mapping[str, str] | None = None
 ) -> dict[str, str]:

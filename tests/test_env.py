@@ -16,6 +16,7 @@ from megascale.env import (
     child_environment,
     first_slurm_node,
     installed_versions,
+    multicast_is_off,
     rank_environment,
     switch_multicast_off,
 )
@@ -159,7 +160,10 @@ def test_agent_variables() -> None:
 
 def test_multicast() -> None:
     own = {"HOME": "h", "NCCL_NVLS_ENABLE": "1"}
+    assert not multicast_is_off({**MULTICAST_OFF, **own})
     switch_multicast_off(own)
+    assert multicast_is_off(own)
+    assert not multicast_is_off({"NCCL_NVLS_ENABLE": "0"})
     assert own == {"HOME": "h", **MULTICAST_OFF}
     child = child_environment({"RANK": "1"}, {"HOME": "h", "NCCL_NVLS_ENABLE": "1", "RANK": "0"})
     assert child == {"HOME": "h", "RANK": "1", **MULTICAST_OFF}

@@ -23,9 +23,16 @@ class ParallelismConfig(Section):
     pipeline_transfers: Literal["decoupled", "coupled"] = Field(
         "decoupled", description="sends and receives on their own (MegaScale 3.2), or paired"
     )
-    flux: Literal["auto", "reference"] = Field(
+    flux: Literal["auto", "fused", "chunked", "reference"] = Field(
         "auto",
-        description="form of the tensor-parallel operators; auto: the fastest one there is",
+        description="form of the tensor-parallel operators; auto: the fastest that machine and "
+        "layout allow",
+    )
+    flux_reserve_sms: int = Field(
+        0,
+        ge=0,
+        description="SMs that fused operators leave to NCCL: with pipeline or data parallelism, "
+        "as many as its kernels have thread blocks at a time",
     )
     bucket_mb: float = Field(
         200.0, gt=0.0, description="data-parallel communication unit: layers joined up to this"

@@ -20,18 +20,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megascale.errors import ConfigError
-from megascale.flux import all_gather_gemm, gemm_reduce_scatter
-from megascale.flux.collectives import (
-    all_gather,
-    reduce_scatter,
-    start_all_gather,
-    start_reduce_scatter,
+from megascale.flux.autograd import (
+    TensorOps,
+    column_parallel_linear,
+    row_parallel_linear,
+    row_parallel_pair,
 )
-from megascale.ops.linear import accumulate_bias_gradient, accumulate_weight_gradient
 from megascale.parallel.spans import Span, no_span
 from megascale.shards import Block, Box, Placement
 
@@ -40,12 +37,13 @@ VOCAB_MULTIPLE = 64  # rows a rank: keeps the head's GEMM aligned; padding is ma
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The group of this rank and where spans go."""
+    """The group of this rank, where spans go, and the operators (without: in reference form)."""
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
     span: Span = no_span
+    ops: TensorOps | None = None
 
 
 @dataclass
@@ -72,98 +70,21 @@ class StoredParameter:
 # ---------------------------------------------------------------- operators
 
 
-class _ColumnLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_tI: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallel
-    ) -> Tensor:
-        ctx.save_for_backward(x_tI)
-        ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
-        with tp.span("tp_all_gather_gemm", group="tensor"):
-            y_TO, _ = all_gather_gemm(x_tI, weight, bias, tp.group)
-        return y_TO
-
-    @staticmethod
-    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
-        (x_tI,) = ctx.saved_tensors
-        with ctx.tp.span("tp_column_backward", group="tensor"):
-            gathered = start_all_gather(x_tI, ctx.tp.group)  # under the input-gradient GEMM
-            grad_x = start_reduce_scatter(grad_TO @ ctx.weight, ctx.tp.group)  # under the next
-            grad_weight = accumulate_weight_gradient(ctx.weight, grad_TO, gathered.wait())
-            grad_bias = _bias_gradient(ctx.bias, grad_TO)
-            return grad_x.wait(), grad_weight, grad_bias, None
-
-
-class _RowLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_Ti: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallel
-    ) -> Tensor:
-        ctx.save_for_backward(x_Ti)
-        ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
-        with tp.span("tp_gemm_reduce_scatter", group="tensor"):
-            y_tO = gemm_reduce_scatter(x_Ti, weight, tp.group)
-        return y_tO if bias is None else y_tO.add_(bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad_tO: Tensor) -> tuple[Tensor | None, ...]:
-        (x_Ti,) = ctx.saved_tensors
-        with ctx.tp.span("tp_row_backward", group="tensor"):
-            grad_TO = all_gather(grad_tO, ctx.tp.group)
-            grad_x = grad_TO @ ctx.weight
-            grad_weight = accumulate_weight_gradient(ctx.weight, grad_TO, x_Ti)
-            return grad_x, grad_weight, _bias_gradient(ctx.bias, grad_tO), None
-
-
-class _RowPair(torch.autograd.Function):
-    """Two row-parallel products summed before one reduce-scatter: the parallel block's way out."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        a_Ti: Tensor,
-        weight_a: Tensor,
-        b_Tj: Tensor,
-        weight_b: Tensor,
-        bias: Tensor | None,
-        tp: TensorParallel,
-    ) -> Tensor:
-        ctx.save_for_backward(a_Ti, b_Tj)
-        ctx.weight_a, ctx.weight_b, ctx.bias, ctx.tp = weight_a, weight_b, bias, tp
-        with tp.span("tp_gemm_reduce_scatter", group="tensor"):
-            y_TO = F.linear(a_Ti, weight_a).addmm_(b_Tj, weight_b.t())
-            y_tO = reduce_scatter(y_TO, tp.group)
-        return y_tO if bias is None else y_tO.add_(bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad_tO: Tensor) -> tuple[Tensor | None, ...]:
-        a_Ti, b_Tj = ctx.saved_tensors
-        with ctx.tp.span("tp_row_backward", group="tensor"):
-            grad_TO = all_gather(grad_tO, ctx.tp.group)
-            grad_a, grad_b = grad_TO @ ctx.weight_a, grad_TO @ ctx.weight_b
-            grad_wa = accumulate_weight_gradient(ctx.weight_a, grad_TO, a_Ti)
-            grad_wb = accumulate_weight_gradient(ctx.weight_b, grad_TO, b_Tj)
-            return grad_a, grad_wa, grad_b, grad_wb, _bias_gradient(ctx.bias, grad_tO), None
-
-
-def _bias_gradient(bias: Tensor | None, grad_y: Tensor) -> Tensor | None:
-    return None if bias is None else accumulate_bias_gradient(bias, grad_y)
-
-
 Operators = dict[tuple[str, Placement], Callable[..., Tensor]]
 
 
 def linear_operators(tp: TensorParallel) -> Operators:
     """The operators of linear modules by (`op_kind` of the module, placement)."""
+    ops = replace(tp.ops or TensorOps.of(tp.group, mode="reference"), span=tp.span)
 
-    def bind(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
-        return lambda *tensors: function.apply(*tensors, tp)
+    def bind(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *tensors: function(*tensors, ops)
 
     return {
-        ("linear", Placement.COLUMN): bind(_ColumnLinear),
-        ("linear", Placement.VOCAB): bind(_ColumnLinear),
-        ("linear", Placement.ROW): bind(_RowLinear),
-        ("pair", Placement.ROW): bind(_RowPair),
+        ("linear", Placement.COLUMN): bind(column_parallel_linear),
+        ("linear", Placement.VOCAB): bind(column_parallel_linear),
+        ("linear", Placement.ROW): bind(row_parallel_linear),
+        ("pair", Placement.ROW): bind(row_parallel_pair),
     }
 
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megascale.config import RunConfig
-from megascale.flux import choose_mode
+from megascale.config import ParallelismConfig, RunConfig
+from megascale.flux import TensorOps, choose_mode
+from megascale.flux.machine import why_not_fused
 from megascale.model.attention import Attention
 from megascale.model.initialise import init_rules
 from megascale.model.sharding import sharding_table
@@ -81,15 +82,14 @@ def assemble(
 ) -> Assembly:
     """Build everything of this rank; parameters hold their initial values, gathered."""
     par, dtype = config.parallelism, DTYPES[config.training.dtype]
-    if mesh.tensor > 1:
-        logger.info("tensor-parallel operators: %s form", choose_mode(par.flux))
     tied_over_stages = config.model.tie_embeddings and mesh.pipeline > 1
     groups = create_groups(mesh, tied_embeddings=tied_over_stages, timeout_s=config.comm.timeout_s)
     if groups.creation_s:
         times = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in groups.creation_s.items())
         logger.info("process groups created: %s", times)
     place = groups.coordinates
-    tp = TensorParallel(groups.tensor, place.tp_rank, mesh.tensor, span)
+    ops = tensor_operators(par, groups, device)
+    tp = TensorParallel(groups.tensor, place.tp_rank, mesh.tensor, span, ops)
     layers = split_layers(config.model.num_layers, par.num_chunks)
     chunks: dict[int, TransformerChunk] = {}
     sharded: list[tuple[list[str], list[StoredParameter]]] = []
@@ -128,6 +128,26 @@ def assemble(
     )
     runtime = _runtime(config, groups, program, zero, span)
     return Assembly(config, mesh, groups, device, chunks, zero, optimizer, program, runtime, span)
+
+
+def tensor_operators(par: ParallelismConfig, groups: Groups, device: torch.device) -> TensorOps:
+    """The operators of this rank's tensor-parallel group, in the form that is asked for and safe.
+
+    Collective over that group. Raises ConfigError where the form cannot be had.
+    """
+    if groups.tensor is None:
+        return TensorOps.of(None)
+    mesh = groups.mesh
+    choice = choose_mode(
+        par.flux,
+        obstacle=None if par.flux == "reference" else why_not_fused(groups.tensor, device),
+        nccl_beside=mesh.pipeline > 1 or mesh.data > 1,
+        reserve_sms=par.flux_reserve_sms,
+    )
+    logger.info("tensor-parallel operators: %s", choice)
+    return TensorOps.of(
+        groups.tensor, mode=choice.mode, spin=choice.spin, reserve_sms=par.flux_reserve_sms
+    )
 
 
 def _chunk(

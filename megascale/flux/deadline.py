@@ -1,0 +1,116 @@
+"""Debug mode: a call that does not end says who is missing.
+
+Without it a rank that never calls leaves the others waiting, as with every collective. With a
+deadline each call
+
+1. answers a roll call over the group's store before anything is launched: a rank that does not
+   come within the deadline is named, and so is one that calls something else;
+2. has a deadline in every spin of a kernel, which ends in a report and a trap (`signals.py`);
+3. waits for its own end, so that the error is raised by the call that it belongs to.
+
+Cost: some round trips to the store (about a millisecond) and the loss of all asynchrony. It cannot
+be captured into a CUDA graph. After a trap the CUDA context is lost: the process has to end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megascale.errors import FluxError
+from megascale.flux.problem import Problem
+
+_calls: dict[str, int] = {}  # by group: calls of all its operators so far
+
+
+class Deadline:
+    """The deadline of an operator's calls among the ranks of `group`."""
+
+    def __init__(self, group: dist.ProcessGroup, deadline_s: float) -> None:
+        self._group = group
+        self._deadline_s = deadline_s
+        self._rank, self._world_size = dist.get_rank(group), group.size()
+
+    def roll_call(self, problem: Problem) -> None:
+        """All ranks have come to this call and were given the same. Raises FluxError otherwise."""
+        name = self._group.group_name
+        number = _calls[name] = _calls.get(name, 0) + 1
+        store = self._group.get_group_store()
+        keys = [f"flux/{number}/{rank}" for rank in range(self._world_size)]
+        store.set(keys[self._rank], described(problem))
+        try:
+            store.wait(keys, timedelta(seconds=self._deadline_s))
+        except RuntimeError:  # DistStoreError of a TCPStore is one; a FileStore raises it plain
+            late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            if not late:
+                raise
+            raise FluxError(
+                f"{problem.op}: of {self._world_size} ranks {late} did not call within "
+                f"{self._deadline_s} s (flux call {number} of rank {self._rank}); see their logs: "
+                "they failed, or run another sequence of calls"
+            ) from None
+        found = [store.get(key).decode() for key in keys]
+        if len(set(found)) > 1:
+            raise FluxError(
+                f"flux call {number} differs between ranks: "
+                + "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(found))
+                + ". Every rank must make the same calls in the same order"
+            )
+        # Whoever is in call n has left the roll call of n - 1, so nobody reads that of n - 2.
+        store.delete_key(f"flux/{number - 2}/{self._rank}")
+
+    @contextmanager
+    def watch(self, op: str, report: Tensor | None) -> Iterator[None]:
+        """Wait for the end of what was launched inside; FluxError where it does not come.
+
+        report  of the arena; None where there is none (the reference)
+        """
+        try:
+            yield
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                self._wait(op)
+        except RuntimeError as error:
+            waited = None if report is None else decoded(report.tolist())
+            if waited is None:
+                raise
+            raise FluxError(
+                f"{op}: rank {self._rank} waited {self._deadline_s} s for {waited}; see its log. "
+                "The CUDA context of this process is lost: end it"
+            ) from error
+
+    def _wait(self, op: str) -> None:
+        """Poll: a kernel's own deadline begins when it starts, so the host waits longer."""
+        end = torch.cuda.Event()
+        end.record()
+        limit_s = 2 * self._deadline_s + 1
+        start = time.monotonic()
+        while not end.query():
+            if time.monotonic() - start > limit_s:
+                raise FluxError(
+                    f"{op}: rank {self._rank} launched it and it did not end within {limit_s} s; a "
+                    "transfer of a peer is missing: see the logs of the other ranks, and end this "
+                    "process"
+                )
+            time.sleep(1e-4)
+
+
+def described(problem: Problem) -> str:
+    """What must be equal on all ranks: K is each rank's own where sums are reduced, N else."""
+    local = f"k={problem.k}" if problem.op == "ag_gemm" else f"n={problem.n}"
+    return f"{problem.op} m={problem.m} {local} {problem.dtype}"
+
+
+def decoded(report: Sequence[int]) -> str | None:
+    """What a kernel's report says that it waited for; None where it says nothing."""
+    ran_out, source, tile = report[:3]
+    if not ran_out:
+        return None
+    if tile < 0:
+        return f"rank {source} in the barrier that begins a call"
+    return f"the flag of tile {tile} from rank {source}"

@@ -1,0 +1,117 @@
+"""The operators as torch custom ops, for `torch.compile`: graphs name them and know their shapes.
+
+A graph can hold tensors and plain values, not Python objects. So an operator is registered under a
+string (its op, group and settings), the custom op takes the string, and its real implementation
+calls the operator. Only compiled code goes this way; an eager call would pay for the dispatch.
+
+A graph promises that results are new memory and stay what they are. Therefore the gathered input,
+which eagerly may be a view of a slot, is a copy here.
+
+Legend: T rows of all ranks (m), t rows of this rank, K reduction, N columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.errors import FluxError
+
+_operators: dict[str, Any] = {}  # by key; the newest of equal settings
+
+
+def register(key: str, operator: Any) -> None:
+    """Make `operator` what graphs mean by `key`."""
+    _operators[key] = operator
+
+
+def _operator(key: str) -> Any:
+    if key not in _operators:
+        raise FluxError(
+            f"a compiled graph calls the flux operator {key!r}, which this process has not made; "
+            "make the operator before the graph runs"
+        )
+    return _operators[key]
+
+
+@torch.library.custom_op("megascale::all_gather_gemm", mutates_args=())
+def all_gather_gemm(
+    x_tK: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    key: str,
+    layout: str,
+    num_rows: int | None,
+    gathered: bool,
+) -> list[Tensor]:
+    """y_TN of each weight, then x_TK where `gathered`."""
+    outputs, x_TK = _operator(key).run(x_tK, weights, biases, layout, num_rows, gathered)
+    return [*outputs, x_TK.clone()] if gathered else list(outputs)
+
+
+@all_gather_gemm.register_fake
+def _(
+    x_tK: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],  # noqa: ARG001 - as in the real one
+    key: str,
+    layout: str,
+    num_rows: int | None,
+    gathered: bool,
+) -> list[Tensor]:
+    m = x_tK.shape[0] * _operator(key).world_size if num_rows is None else num_rows
+    outputs = [x_tK.new_empty(m, _columns(weight, layout)) for weight in weights]
+    return [*outputs, x_tK.new_empty(m, x_tK.shape[1])] if gathered else outputs
+
+
+@torch.library.custom_op("megascale::gemm_reduce_scatter", mutates_args=())
+def gemm_reduce_scatter(
+    x_TK: Tensor, weight: Tensor, bias: Tensor | None, key: str, layout: str
+) -> Tensor:
+    """y_tN."""
+    y_tN: Tensor = _operator(key).run(x_TK, [weight], [bias], layout)
+    return y_tN
+
+
+@gemm_reduce_scatter.register_fake
+def _(x_TK: Tensor, weight: Tensor, bias: Tensor | None, key: str, layout: str) -> Tensor:  # noqa: ARG001
+    operator = _operator(key)
+    m = x_TK.shape[0]
+    c = (m + operator.world_size - 1) // operator.world_size
+    first = torch.sym_min(operator.rank * c, m)  # m may be symbolic
+    end = torch.sym_min((operator.rank + 1) * c, m)
+    return x_TK.new_empty(end - first, _columns(weight, layout))
+
+
+@torch.library.custom_op("megascale::gemm_all_reduce", mutates_args=())
+def gemm_all_reduce(
+    x_TK: Tensor, weight: Tensor, bias: Tensor | None, key: str, layout: str
+) -> Tensor:
+    """y_TN."""
+    y_TN: Tensor = _operator(key).run(x_TK, [weight], [bias], layout)
+    return y_TN
+
+
+@gemm_all_reduce.register_fake
+def _(x_TK: Tensor, weight: Tensor, bias: Tensor | None, key: str, layout: str) -> Tensor:  # noqa: ARG001
+    return x_TK.new_empty(x_TK.shape[0], _columns(weight, layout))
+
+
+@torch.library.custom_op("megascale::all_gather", mutates_args=())
+def all_gather(x_tK: Tensor, key: str, num_rows: int | None) -> Tensor:
+    """x_TK, by the transport of the all-gather + GEMM operator `key`."""
+    x_TK: Tensor = _operator(key).start_all_gather(x_tK, num_rows)()
+    return x_TK.clone()
+
+
+@all_gather.register_fake
+def _(x_tK: Tensor, key: str, num_rows: int | None) -> Tensor:
+    m = x_tK.shape[0] * _operator(key).world_size if num_rows is None else num_rows
+    return x_tK.new_empty(m, x_tK.shape[1])
+
+
+def _columns(weight: Tensor, layout: str) -> int:
+    return weight.shape[0 if layout == "NK" else 1]

@@ -1,0 +1,290 @@
+"""The operators on gloo ranks: values for all layouts and shares, refusals, what runs where."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megascale.errors import FluxError
+from megascale.flux import AllGatherGemm, GemmAllReduce, GemmReduceScatter
+from megascale.flux.problem import own_rows
+from tests.distributed import run_ranks
+
+ROWS = (1, 2, 3, 7, 8, 13)  # of all ranks: fewer than ranks, and shares that differ
+IN, OUT = 6, 5
+EXACT = 1e-13  # fp64: sums differ in order alone
+
+
+def _random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _close(found: Tensor, wanted: Tensor) -> bool:
+    return found.shape == wanted.shape and bool(torch.allclose(found, wanted, rtol=0, atol=EXACT))
+
+
+def _as(layout: str, weight_NK: Tensor) -> Tensor:
+    return weight_NK if layout == "NK" else weight_NK.t().contiguous()
+
+
+# ---------------------------------------------------------------- values
+
+
+class Partial(NamedTuple):
+    """What each rank holds of a product whose K is cut, and the sum."""
+
+    x_TK: Tensor
+    weight: Tensor
+    y_TN: Tensor
+
+    @classmethod
+    def of(cls, m: int, layout: str, rank: int, world_size: int) -> Partial:
+        xs = [_random(10 + r, m, IN) for r in range(world_size)]
+        weights = [_random(20 + r, OUT, IN) for r in range(world_size)]
+        y_TN = sum((x @ w.t() for x, w in zip(xs, weights, strict=True)), torch.zeros(()))
+        return cls(xs[rank], _as(layout, weights[rank]), y_TN)
+
+
+def _gathers(rank: int, world_size: int) -> list[str]:
+    """The cases whose values are wrong."""
+    operator = AllGatherGemm(dist.group.WORLD)
+    wrong = []
+    for m, layout, with_bias in itertools.product(ROWS, ("NK", "KN"), (False, True)):
+        first, end = own_rows(m, rank, world_size)
+        x_TK = _random(1, m, IN)
+        weights = [_as(layout, _random(2 + rank, n, IN)) for n in (OUT, OUT + 2)]
+        biases = [_random(5 + rank, OUT), None] if with_bias else None
+        wanted = [x_TK @ (w.t() if layout == "NK" else w) for w in weights]
+        if biases and biases[0] is not None:
+            wanted[0] = wanted[0] + biases[0]
+        own: dict[str, Any] = {"weight_layout": layout, "num_rows": m}
+        several, gathered = operator(x_TK[first:end], weights, biases, return_gathered=True, **own)
+        one = operator(x_TK[first:end], weights[0], biases[0] if biases else None, **own)
+        right = [_close(a, b) for a, b in zip([*several, one], [*wanted, wanted[0]], strict=True)]
+        if not all(right) or not torch.equal(gathered, x_TK):
+            wrong.append(f"{m} {layout} {with_bias} {right}")
+    return wrong
+
+
+def _reduces(rank: int, world_size: int) -> list[str]:
+    scatter, reduce = GemmReduceScatter(dist.group.WORLD), GemmAllReduce(dist.group.WORLD)
+    wrong = []
+    for m, layout, with_bias in itertools.product(ROWS, ("NK", "KN"), (False, True)):
+        case = Partial.of(m, layout, rank, world_size)
+        bias = _random(5, OUT) if with_bias else None
+        wanted = case.y_TN if bias is None else case.y_TN + bias
+        first, end = own_rows(m, rank, world_size)
+        arguments = (case.x_TK, case.weight, bias)
+        right = [
+            _close(scatter(*arguments, weight_layout=layout), wanted[first:end]),
+            _close(reduce(*arguments, weight_layout=layout), wanted),
+            _close(
+                scatter.start(case.x_TK, case.weight, weight_layout=layout)(),
+                case.y_TN[first:end],
+            ),
+        ]
+        if not all(right):
+            wrong.append(f"{m} {layout} {with_bias} {right}")
+    return wrong
+
+
+def _collectives(rank: int, world_size: int) -> list[str]:
+    gather, scatter = AllGatherGemm(dist.group.WORLD), GemmReduceScatter(dist.group.WORLD)
+    wrong = []
+    for m in ROWS:
+        first, end = own_rows(m, rank, world_size)
+        whole = _random(1, m, IN)
+        started = gather.start_all_gather(whole[first:end], m)
+        parts = [_random(30 + r, m, IN) for r in range(world_size)]
+        summed = scatter.reduce_scatter(parts[rank])
+        if not _close(summed, sum(parts, torch.zeros(()))[first:end]):
+            wrong.append(f"reduce_scatter {m}")
+        if not torch.equal(started(), whole):
+            wrong.append(f"all_gather {m}")
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("check", [_gathers, _reduces, _collectives])
+def test_values(check: Callable[..., list[str]], world_size: int) -> None:
+    assert run_ranks(check, world_size) == [[]] * world_size
+
+
+@pytest.mark.parametrize("mode", ["auto", "fused", "chunked", "reference"])
+def test_one_rank_is_a_plain_gemm_in_every_mode(mode: Any) -> None:
+    x, weight, bias = _random(1, 3, IN), _random(2, OUT, IN), _random(3, OUT)
+    wanted = x @ weight.t() + bias
+    y, gathered = AllGatherGemm(None, mode=mode)(x, weight, bias, return_gathered=True)
+    assert _close(y, wanted)
+    assert gathered is x
+    assert _close(GemmReduceScatter(None, mode=mode)(x, weight, bias), wanted)
+    transposed = weight.t().contiguous()
+    assert _close(GemmAllReduce(None)(x, transposed, bias, weight_layout="KN"), wanted)
+    assert GemmReduceScatter(None).reduce_scatter(x) is x
+    assert AllGatherGemm(None).start_all_gather(x)() is x
+
+
+def _no_rows(rank: int, world_size: int) -> list[tuple[int, ...]]:
+    none, weight = torch.empty(0, IN), torch.empty(OUT, IN)
+    gathered = AllGatherGemm(dist.group.WORLD)(none, weight, num_rows=0)
+    scattered = GemmReduceScatter(dist.group.WORLD)(none, weight)
+    with pytest.raises(FluxError, match="x has no rows on this rank; give num_rows"):
+        AllGatherGemm(dist.group.WORLD)(none, weight)
+    return [tuple(gathered.shape), tuple(scattered.shape)]
+
+
+def test_no_rows_at_all_are_no_call() -> None:
+    assert run_ranks(_no_rows, 2) == [[(0, OUT), (0, OUT)]] * 2
+
+
+# ---------------------------------------------------------------- refusals
+
+
+X, WEIGHT = torch.zeros(4, IN), torch.zeros(OUT, IN)
+REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "dtype": ((X, WEIGHT.double()), {}, "weight is torch.float64 and x is torch.float32"),
+    "bias dtype": ((X, WEIGHT, torch.zeros(OUT).double()), {}, "bias is torch.float64 and x is"),
+    "layout": ((X, WEIGHT), {"weight_layout": "KM"}, "weight_layout is 'KM'; legal are"),
+    "other layout": ((X, WEIGHT), {"weight_layout": "KN"}, r"it must be \[6, N\]"),
+    "shape": ((X, WEIGHT[:, 1:]), {}, r"weight is \[5, 5\] and x has 6 columns"),
+    "dimensions": ((X[0], WEIGHT), {}, r"x is \[6\]; it must have two dimensions"),
+    "no tensor": (([[1.0]], WEIGHT), {}, "got list where a tensor is expected"),
+    "bias shape": ((X, WEIGHT, torch.zeros(IN)), {}, r"bias is \[6\]; it must be \[5\]"),
+    "device": ((X.to("meta"), WEIGHT), {}, "weight is on cpu and x on meta"),
+    "device of all": ((X.to("meta"), WEIGHT.to("meta")), {}, "backend of the group moves tensors"),
+    "gradient": ((X, WEIGHT.clone().requires_grad_()), {}, "an argument requires a gradient"),
+}
+REFUSED_GATHERS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "rows": ((X, WEIGHT), {"num_rows": 7}, r"x has 4 rows on rank 1 .* must hold rows 4 to 7"),
+    "no weights": ((X, []), {}, "weight is an empty sequence"),
+    "second weight": ((X, [WEIGHT, WEIGHT[:, 1:]]), {}, r"weight\[1\] is \[5, 5\]"),
+    "biases": ((X, [WEIGHT, WEIGHT], [None]), {}, "there are 2 weights and 1 biases"),
+    "one bias": ((X, [WEIGHT, WEIGHT], torch.zeros(OUT)), {}, "bias is one tensor for 2 weight"),
+    "two biases": ((X, WEIGHT, [None]), {}, "bias is a sequence for 1 weight"),
+}
+
+
+def _refused(rank: int, world_size: int) -> list[str]:
+    """Rank 1 alone is given something wrong, and says so without waiting for rank 0."""
+    if rank == 0:
+        return []
+    silent = []
+    operators = [t(dist.group.WORLD) for t in (AllGatherGemm, GemmReduceScatter, GemmAllReduce)]
+    for operator in operators:
+        cases = REFUSED | (REFUSED_GATHERS if operator is operators[0] else {})
+        for name, (arguments, options, message) in cases.items():
+            try:
+                with pytest.raises(FluxError, match=message):
+                    operator(*arguments, **options)
+            except BaseException as error:  # noqa: BLE001 - all cases are looked at
+                silent.append(f"{operator} {name}: {error}")
+    return silent
+
+
+def test_wrong_arguments_are_refused_before_anything_is_launched() -> None:
+    assert run_ranks(_refused, 2)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mode": "fast"}, "mode is 'fast'; legal are auto, fused, chunked, reference"),
+        ({"tune": "later"}, "tune is 'later'; legal are cache, now"),
+        ({"tune": "now", "mode": "fused"}, 'it goes with mode "auto"'),
+        ({"mode": "fused", "spin": False}, "spin=False forbids it"),
+        ({"reserve_sms": -1}, "reserve_sms is -1; it must be 0 or more"),
+        ({"deadline_s": 0.0}, "deadline_s is 0.0; it must be positive"),
+    ],
+)
+def test_illegal_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(FluxError, match=message):
+        GemmReduceScatter(None, **settings)
+
+
+def test_what_is_no_group_is_refused() -> None:
+    not_a_member: Any = dist.GroupMember.NON_GROUP_MEMBER
+    with pytest.raises(FluxError, match=r"group is -100; .* a process that is no member"):
+        AllGatherGemm(not_a_member)
+
+    class Mesh:
+        def get_group(self) -> None: ...
+
+    mesh: Any = Mesh()
+    with pytest.raises(FluxError, match=r"of a DeviceMesh pass mesh\.get_group"):
+        AllGatherGemm(mesh)
+
+
+# ---------------------------------------------------------------- forms
+
+
+def _forms(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    """What was logged, and what explicit modes raise."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megascale.flux").addHandler(handler)
+    logging.getLogger("megascale.flux").setLevel(logging.INFO)
+    for _ in range(2):
+        AllGatherGemm(dist.group.WORLD)(X, WEIGHT)
+        GemmAllReduce(dist.group.WORLD)(X, WEIGHT)
+    raised = []
+    for mode in ("fused", "chunked"):
+        with pytest.raises(FluxError) as caught:
+            GemmReduceScatter(dist.group.WORLD, mode=mode)(X, WEIGHT)
+        raised.append(str(caught.value))
+    return lines, raised
+
+
+def test_on_cpu_auto_takes_the_reference_and_says_so_once_and_others_raise() -> None:
+    (lines, raised), (quiet, also) = run_ranks(_forms, 2)
+    why = "x is on cpu; the kernels need CUDA devices"
+    assert lines == [f"flux operators take the reference form: {why}"]
+    assert quiet == []
+    assert raised == also
+    assert raised == [
+        f'mode is "{mode}", and {why}; use mode "auto", which takes the reference where it must, '
+        'or "reference"'
+        for mode in ("fused", "chunked")
+    ]
+
+
+# ---------------------------------------------------------------- debug mode
+
+
+def _missing(rank: int, world_size: int) -> str:
+    operator = GemmReduceScatter(dist.group.WORLD, deadline_s=1.0)
+    operator(X, WEIGHT)
+    if rank == 1:
+        return ""
+    with pytest.raises(FluxError) as caught:
+        operator(X, WEIGHT)
+    return str(caught.value)
+
+
+def test_with_a_deadline_a_rank_that_never_calls_is_named() -> None:
+    first, _, third = run_ranks(_missing, 3)
+    for rank, message in ((0, first), (2, third)):
+        assert message.startswith("gemm_rs: of 3 ranks [1] did not call within 1.0 s")
+        assert f"flux call 2 of rank {rank}" in message
+
+
+def _differing(rank: int, world_size: int) -> str:
+    operator = GemmReduceScatter(dist.group.WORLD, deadline_s=20.0)
+    for _ in range(3):
+        operator(X, WEIGHT)
+    with pytest.raises(FluxError) as caught:
+        operator(X, torch.zeros(OUT + rank, IN))
+    return str(caught.value)
+
+
+def test_with_a_deadline_calls_that_differ_are_named() -> None:
+    for message in run_ranks(_differing, 2):
+        assert message.startswith("flux call 4 differs between ranks: rank 0: gemm_rs m=4 n=5 ")
+        assert "; rank 1: gemm_rs m=4 n=6 torch.float32" in message
