@@ -3,10 +3,10 @@
 A row is one case measured once (`benchmarks/README.md` has the form). Of a case, the newest row
 measured on a clean tree counts; rows of a dirty tree stay in the file and never reach a table.
 
-A page asks for a table by `<!-- table: BENCH key=value ... show=NAME,NAME -->`: the rows of that
-bench whose case has these values (`key=A,B`: one of them), with other fields of the rows beside the
-metric; `forms.fused` is a field of a field. What all rows have in common stands in a sentence above
-the table and not in a column.
+A page asks for a table by `<!-- table: BENCH key=value ... show=NAME,NAME sort=KEY,KEY -->`: the
+rows of that bench whose case has these values (`key=A,B`: one of them), with other fields of the
+rows beside the metric (`forms.fused` is a field of a field), sorted by keys of the case, else in the
+order of the file. What all rows have in common stands in a sentence above the table.
 
 Invariant: the tables are a pure function of the rows. `--check` fails where a page is behind them,
 so a number in a table was measured, and nobody typed it.
@@ -64,12 +64,13 @@ def render(spec: str, folder: Path = RESULTS) -> str:
     """The Markdown of `BENCH key=value ... show=NAME,NAME`; a line says where there are no rows."""
     bench, *options = spec.split()
     wanted = dict(item.split("=", 1) for item in options)
-    shown = [name for name in wanted.pop("show", "").split(",") if name]
+    shown, keys = ([k for k in wanted.pop(name, "").split(",") if k] for name in ("show", "sort"))
     rows = [
         row
         for row in newest_clean(read_rows(bench, folder))
         if all(str(row["case"].get(key)) in value.split(",") for key, value in wanted.items())
     ]
+    rows.sort(key=lambda row: [row["case"][key] for key in keys])
     if not rows:
         return "\nNo row has been measured yet.\n\n"
     common, columns = _columns(rows, shown)

@@ -116,6 +116,11 @@ def two_shot_all_reduce(x_TD: Tensor, arena: Ranks) -> Tensor:
     return y_TD
 
 
+def reserve(arena: Ranks, num_bytes: int) -> None:
+    """Let torch's fused operators have so much symmetric memory. Collective."""
+    symm_mem.get_symm_mem_workspace(arena.group.group_name, num_bytes)
+
+
 _buffers: dict[str, list[Tensor]] = {}  # by group; the last is the largest
 
 

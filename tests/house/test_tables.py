@@ -74,6 +74,13 @@ def test_a_table_shows_words_and_fields_of_fields(tmp_path: Path) -> None:
     ]
 
 
+def test_a_table_is_sorted_by_keys_of_the_case(tmp_path: Path) -> None:
+    rows = [_row(case={"model": m, "tp": tp}) for m, tp in (("a", 16), ("b", 2), ("a", 2))]
+    (tmp_path / "step.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = tables.render("step sort=tp,model", tmp_path).splitlines()[5:8]
+    assert [line[:10] for line in lines] == ["| a | 2 | ", "| b | 2 | ", "| a | 16 |"]
+
+
 def test_a_table_of_one_row_has_every_column(tmp_path: Path) -> None:
     (tmp_path / "step.jsonl").write_text(json.dumps(_row()) + "\n")
     assert tables.render("step tp=1", tmp_path) == (

@@ -8,7 +8,6 @@ import torch
 
 from megascale.flux.bench.cases import Case, Shape
 from megascale.flux.bench.summary import ALL, Line, Quantity, Result, Row, mean
-from megascale.flux.bench.targets import NOT_OURS
 from megascale.flux.bench.work import Work
 from megascale.flux.bench.world import World
 from megascale.flux.ranks import GroupOnly
@@ -55,7 +54,7 @@ def growth(world: World, dtype: torch.dtype) -> float:
     calls = []
     for op, parallel in (("ag_gemm", "column"), ("gemm_rs", "row")):
         shape = Shape("growth", parallel, _SIDE * world.size, _SIDE * world.size)  # type: ignore[arg-type]
-        ours = [name for name in world.offered(op) if name not in NOT_OURS]
+        ours = [name for name in ("fused", "chunked") if name in world.offered(op)]
         for m in _ROWS:
             work = Work(Case(op, "fwd", shape, m, world.size, "eager"), world, dtype)  # type: ignore[arg-type]
             calls += [work.run(name, None) for name in ours]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megascale.env import rank_environment, switch_multicast_off
 from megascale.errors import MegascaleError
+from megascale.flux import torch_symm
 from megascale.flux.arena import Arena
 from megascale.flux.bench.cases import Case, Shape, grid
 from megascale.flux.bench.measure import CaseError, Measured, Offer, measure
@@ -98,8 +99,8 @@ class Bench:
         self._warm_up()
         for mode in dict.fromkeys(case.mode for case in cases):
             self._phase(mode, [case for case in cases if case.mode == mode], cases[-1].mode)
-        largest = max(gathered_bytes(case, self._options.torch_dtype) for case in cases)
-        memory = memory_lines(self._world, largest, self._options.torch_dtype)
+        largest_bytes = self._largest_bytes(cases)
+        memory = memory_lines(self._world, largest_bytes, self._options.torch_dtype)
         if self._world.rank == 0:
             path = Path(self._options.output)
             newest_rows = newest(path, self._origin, self._world.size)
@@ -149,7 +150,11 @@ class Bench:
         """Symmetric memory for the largest call, so that it does not grow between timings."""
         arena = self._world.arena
         if isinstance(arena, Arena):
-            arena.reserve(max(gathered_bytes(case, self._options.torch_dtype) for case in cases))
+            arena.reserve(self._largest_bytes(cases))
+            torch_symm.reserve(arena, self._largest_bytes(cases))
+
+    def _largest_bytes(self, cases: Sequence[Case]) -> int:
+        return max(gathered_bytes(case, self._options.torch_dtype) for case in cases)
 
     def _warm_up(self) -> None:
         """Until clocks settle."""
@@ -196,8 +201,7 @@ def main() -> None:
     options = Options.parse(sys.argv[1])
     place = rank_environment()
     switch_multicast_off()
-    level = logging.INFO if place.global_rank == 0 else logging.WARNING
-    logging.basicConfig(level=level, format=f"[rank {place.global_rank}] %(message)s")
+    logging.basicConfig(format=f"[rank {place.global_rank}] %(message)s")
     try:
         world = World.join(place)
         complete = Bench(options, world).run()

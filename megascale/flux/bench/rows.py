@@ -119,22 +119,25 @@ def machine(device: torch.device) -> Row:
 
 
 def _nvml(device: torch.device) -> Row:
-    """By the library, which takes 20 us; empty where its package is not installed."""
+    """By the library, which takes 20 us; empty where there is none or it does not answer."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
         return {}
-    nvml.nvmlInit()
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-    driver = nvml.nvmlSystemGetDriverVersion()
-    return {
-        "driver_version": driver.decode() if isinstance(driver, bytes) else driver,
-        "clocks.sm": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
-        "clocks.mem": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
-        "power.draw": nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
-        "temperature.gpu": nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
-    }
+    try:
+        nvml.nvmlInit()
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        driver = nvml.nvmlSystemGetDriverVersion()
+        return {
+            "driver_version": driver.decode() if isinstance(driver, bytes) else driver,
+            "clocks.sm": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+            "clocks.mem": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
+            "power.draw": nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+            "temperature.gpu": nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+        }
+    except nvml.NVMLError:
+        return {}
 
 
 def _nvidia_smi(device: torch.device) -> Row:

@@ -20,7 +20,7 @@ from megascale.flux.timing import EagerTimer, GraphTimer, HostTimer, Timer
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT = timedelta(seconds=180)  # of a collective: a rank that hangs ends the run
+TIMEOUT = timedelta(seconds=90)  # of a collective: a rank that hangs ends the run
 
 
 @dataclass
