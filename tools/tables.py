@@ -5,8 +5,8 @@ measured on a clean tree counts; rows of a dirty tree stay in the file and never
 
 A page asks for a table by `<!-- table: BENCH key=value ... show=NAME,NAME sort=KEY,KEY -->`: the
 rows of that bench whose case has these values (`key=A,B`: one of them), with other fields of the
-rows beside the metric (`forms.fused` is a field of a field), sorted by keys of the case, else in the
-order of the file. What all rows have in common stands in a sentence above the table.
+rows beside the metric (`forms.fused` is a field of a field), sorted by keys of the case, else as in
+the file. What all rows have in common stands in a sentence above the table.
 
 Invariant: the tables are a pure function of the rows. `--check` fails where a page is behind them,
 so a number in a table was measured, and nobody typed it.
