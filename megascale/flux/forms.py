@@ -32,14 +32,17 @@ class Place(NamedTuple):
     """Where a form is: module below `megascale.flux`, function, and the module of its `candidates`.
 
     by_device  `candidates` asks for the compute capability too
+    most_rows  beyond which the form is not worth a compilation; 0 is no bound
     """
 
     module: str
     function: str
     configs: str = ""
     by_device: bool = False
+    most_rows: int = 0
 
 
+_FEW_ROWS = ("few_rows.config", True, 1024)
 _AG, _RS, _AR = "all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"
 
 FORMS: dict[str, dict[str, Place]] = {
@@ -49,7 +52,7 @@ FORMS: dict[str, dict[str, Place]] = {
         "plain": Place(f"{_AG}.plain", _AG),
         "chunked": Place(f"{_AG}.chunked", _AG, f"{_AG}.chunked"),
         "fused": Place(f"{_AG}.launch", _AG, f"{_AG}.config", by_device=True),
-        "few_rows": Place(f"{_AG}.few_rows", _AG),
+        "few_rows": Place(f"{_AG}.few_rows", _AG, *_FEW_ROWS),
     },
     "gemm_rs": {
         "nccl": Place(f"{_RS}.nccl", _RS),
@@ -57,7 +60,7 @@ FORMS: dict[str, dict[str, Place]] = {
         "plain": Place(f"{_RS}.plain", _RS),
         "chunked": Place(f"{_RS}.chunked", _RS, f"{_RS}.chunked"),
         "fused": Place(f"{_RS}.launch", _RS, f"{_RS}.config", by_device=True),
-        "few_rows": Place(f"{_RS}.few_rows", _RS),
+        "few_rows": Place(f"{_RS}.few_rows", _RS, *_FEW_ROWS),
     },
     "gemm_ar": {
         "nccl": Place(f"{_AR}.nccl", _AR),
@@ -66,7 +69,7 @@ FORMS: dict[str, dict[str, Place]] = {
         "plain": Place(f"{_AR}.plain", _AR),
         "chunked": Place(f"{_AR}.chunked", _AR),
         "fused": Place(f"{_AR}.launch", _AR),
-        "few_rows": Place(f"{_AR}.few_rows", _AR),
+        "few_rows": Place(f"{_AR}.few_rows", _AR, *_FEW_ROWS),
     },
     "all_gather": {
         "nccl": Place("nccl", "all_gather"),
@@ -96,11 +99,14 @@ def forms(op: str) -> dict[str, Form]:
 def configs(op: str, name: str, problem: Problem, capability: tuple[int, int]) -> list[Any]:
     """Configurations of a form worth timing, for its keyword `config`; the first is its default.
 
-    Empty where a form has none: it is called without the keyword.
+    [None] where a form has none: it is called without the keyword. Empty where the form is not for
+    this problem.
     """
     place = _table(op)[name]
-    if not place.configs:
+    if place.most_rows and problem.m > place.most_rows:
         return []
+    if not place.configs:
+        return [None]
     candidates = _load(place.configs, "candidates")
     found: list[Any] = candidates(problem, capability) if place.by_device else candidates(problem)
     return found

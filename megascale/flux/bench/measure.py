@@ -126,7 +126,7 @@ def _candidates(work: Work, world: World, offer: Offer) -> list[Candidate]:
     found = []
     for name in world.offered(work.case.op):
         if name in NOT_OURS or not offer.forms or name in offer.forms:
-            every = configs(work.case.op, name, work.problem, world.capability) or [None]
+            every = configs(work.case.op, name, work.problem, world.capability)
             found += [
                 Candidate(name, config, work.run(name, config))
                 for config in every[: offer.num_configs]
