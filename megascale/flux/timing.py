@@ -93,7 +93,6 @@ class EagerTimer:
     """Bursts of eager calls between two events of the current stream."""
 
     LEAD_CYCLES = 600_000  # of the sleep: 0.3 ms at 1.98 GHz, more than it takes to launch a call
-    DEVICE_BOUND_MS = 0.3  # calls that take longer than launching them
 
     def __init__(
         self, group: dist.ProcessGroup | None, burst_ms: float = 4.0, most_calls: int = 50
@@ -105,11 +104,14 @@ class EagerTimer:
 
     def prepare(self, run: Run) -> Probe:
         for _ in range(WARM_UP_CALLS):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
             run()
-        estimate = {"ms": self._burst(run, 1, lead=True)}
-        estimate_ms = slowest_rank(estimate, self._group)["ms"]
-        num_calls = calls_of_burst(estimate_ms, self._burst_ms, self._most_calls)
-        lead = estimate_ms > self.DEVICE_BOUND_MS
+            host_ms = (time.perf_counter() - start) * 1e3
+        found = {"device": self._burst(run, 1, lead=True), "host": host_ms}
+        found = slowest_rank(found, self._group)
+        num_calls = calls_of_burst(found["device"], self._burst_ms, self._most_calls)
+        lead = found["device"] > found["host"]
         return lambda: self._burst(run, num_calls, lead=lead)
 
     def _burst(self, run: Run, num_calls: int, *, lead: bool) -> float:
