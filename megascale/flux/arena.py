@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascale.errors import FluxError
+from megascale.flux.driver import driver
 
 NUM_SLOTS = 3
 NUM_FLAGS = 65536  # of a slot: one a source and tile; the largest case of `bench flux` has 28,672
@@ -92,7 +93,9 @@ class Arena:
         self.capacity = 0
         self._device_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._copies = torch.cuda.Stream(device, priority=-1)
-        self._fork, self._joined = torch.cuda.Event(), torch.cuda.Event()
+        self._fork, self._joined = _made_event(), _made_event()
+        self._copies_handle = self._copies.cuda_stream
+        self._fork_handle, self._joined_handle = self._fork.cuda_event, self._joined.cuda_event
         self._slots: list[Slot] = []
         self._counts: Tensor | None = None
         self._memory: Any = None
@@ -154,15 +157,33 @@ class Arena:
     @contextmanager
     def side(self) -> Iterator[None]:
         """Work on the copy stream, after everything that the current stream has queued so far."""
-        self._fork.record(torch.cuda.current_stream(self.device))
-        self._copies.wait_event(self._fork)
+        self.fork()
         with torch.cuda.stream(self._copies):
             yield
 
+    def fork(self) -> None:
+        """The copy stream comes after everything that the current stream has queued so far."""
+        driver().record(self._fork_handle, torch.cuda.current_stream(self.device).cuda_stream)
+        driver().follow(self._copies_handle, self._fork_handle)
+
+    def send(self, to: int, source: int, num_bytes: int, flag: int) -> None:
+        """On the copy stream, by copy engine: bytes to a peer's address, then its flag.
+
+        The flag follows the data also where there is none. Eagerly it is written by the stream, in
+        a capture by a copy: capturing knows no writes.
+        """
+        if num_bytes:
+            driver().copy(to, source, num_bytes, self._copies_handle)
+        if self._capture is None:
+            driver().write(flag, 1, self._copies_handle)
+        else:
+            driver().copy(flag, self.one.data_ptr(), 4, self._copies_handle)
+
     def join(self) -> None:
         """The current stream waits for the copy stream."""
-        self._joined.record(self._copies)
-        torch.cuda.current_stream(self.device).wait_event(self._joined)
+        driver().record(self._joined_handle, self._copies_handle)
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        driver().follow(stream, self._joined_handle)
 
     def barrier(self) -> None:
         """All ranks have come here: one small kernel on the current stream."""
@@ -236,6 +257,13 @@ class Arena:
         token = torch.zeros(1, device=self.device)
         dist.all_reduce(token, group=self.group)
         torch.cuda.synchronize(self.device)
+
+
+def _made_event() -> torch.cuda.Event:
+    """An event that has a handle: torch makes it at the first record."""
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def _capture_id(stream: torch.cuda.Stream) -> int | None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megascale.flux.arena import NUM_FLAGS, NUM_SLOTS, Slot
+from megascale.flux.driver import driver
 
 # Before CUDA starts: with the default of 8 hardware queues, streams of several ranks share one, and
 # a kernel that waits for a peer stands in front of the peer's work.
@@ -48,6 +49,14 @@ class VirtualArena:
         self._copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copies):
             yield
+
+    def fork(self) -> None:
+        self._copies.wait_stream(torch.cuda.current_stream())
+
+    def send(self, to: int, source: int, num_bytes: int, flag: int) -> None:
+        if num_bytes:
+            driver().copy(to, source, num_bytes, self._copies.cuda_stream)
+        driver().write(flag, 1, self._copies.cuda_stream)
 
     def join(self) -> None:
         torch.cuda.current_stream().wait_stream(self._copies)

@@ -1,0 +1,142 @@
+"""A compiled Triton kernel with room for its parameters, launched by the driver itself.
+
+Triton's launcher binds, specialises and encodes all arguments anew in every call, about 150 us of
+host time for the fused kernels. For one problem only addresses change from call to call, so the
+parameters are laid out once, as Triton's launcher would, and a call rewrites the addresses that
+differ from the call before.
+
+Invariant: the kernel was compiled for exactly the integers it is launched with; a `KernelCall`
+belongs to one problem. Addresses must keep the alignment that the compiler was told (16 bytes):
+`launch` refuses others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.flux.driver import TENSOR_MAP_BYTES, TensorMapKind, driver
+
+_HOST_TYPES = {8: 10, 9: 8, 10: 9}  # Triton's numbers of element types, where the driver's differ
+_INTEGERS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
+_ALIGNMENT = 64  # of a tensor map; every parameter gets as much
+_MAX_MAPS = 4096  # remembered of a kernel; a program with more addresses than that encodes again
+
+
+class KernelCall:
+    """One kernel, one problem.
+
+    compiled   what launching the kernel by Triton gave
+    arguments  those of that launch without the constexprs, by name: descriptors, tensors, ints
+    Tensors of `launch` are those of the descriptors and pointers in the same order.
+    """
+
+    def __init__(self, compiled: Any, arguments: dict[str, Any], programs: int) -> None:
+        self._function = compiled.function
+        self._programs = programs
+        self._threads = 32 * compiled.metadata.num_warps
+        self._shared = compiled.metadata.shared
+        size = compiled.metadata.global_scratch_size * programs
+        self._scratch = torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
+        signature = {n: t for n, t in compiled.src.signature.items() if t != "constexpr"}
+        self._params = Parameters(signature, arguments, compiled.metadata.tensordesc_meta)
+        self._params.finish(0 if self._scratch is None else self._scratch.data_ptr())
+
+    def launch(self, stream: int, tensors: Sequence[Tensor]) -> None:
+        """Launch with these tensors in place of those of the first launch, of the same shapes."""
+        self._params.point_at([tensor.data_ptr() for tensor in tensors])
+        driver().launch(
+            self._function, self._programs, self._threads, self._shared, stream, self._params.array
+        )
+
+
+class Parameters:
+    """The parameters of a kernel in memory, in the order and types of Triton's launcher."""
+
+    def __init__(
+        self, signature: dict[str, str], arguments: dict[str, Any], metas: Sequence[dict[str, Any]]
+    ) -> None:
+        self.addresses: list[int] = []  # of every parameter
+        self._memory: list[Any] = []
+        self._places: list[_Place] = []  # of what `point_at` changes
+        self._last: list[int] = []
+        descriptions = iter(metas or ())
+        for name, value in arguments.items():
+            kind = signature.get(name)
+            if kind is not None and kind.startswith("tensordesc"):
+                self._describe(value, next(descriptions))
+            elif isinstance(value, Tensor):
+                place = _Place(self._reserve(8), None, (0, 0), (0, 0))
+                self._places.append(place)
+                self._last.append(0)
+            elif kind is not None:
+                address = self._reserve(8)
+                _INTEGERS[kind].from_address(address).value = value
+
+    def finish(self, scratch: int) -> None:
+        """The two parameters that Triton adds: addresses of its scratch memories."""
+        for value in (scratch, 0):
+            ctypes.c_uint64.from_address(self._reserve(8)).value = value
+        self.array = (ctypes.c_void_p * len(self.addresses))(*self.addresses)
+
+    def point_at(self, addresses: Sequence[int]) -> None:
+        """Rewrite what differs from the last time."""
+        assert len(addresses) == len(self._last), (len(addresses), len(self._last))
+        for index, address in enumerate(addresses):
+            if address != self._last[index]:
+                assert address % 16 == 0, f"tensor {index} at an address that 16 does not divide"
+                self._places[index].point_at(address)
+                self._last[index] = address
+
+    def _describe(self, descriptor: Any, meta: dict[str, Any]) -> None:
+        kind = TensorMapKind(
+            _HOST_TYPES.get(meta["elem_type"], meta["elem_type"]),
+            meta["elem_size"],
+            meta["swizzle"],
+        )
+        rows, columns = descriptor.shape
+        block = meta["block_size"]
+        place = _Place(self._reserve(TENSOR_MAP_BYTES), kind, (rows, columns), (block[0], block[1]))
+        self._places.append(place)
+        self._last.append(0)
+        for size in descriptor.shape:
+            ctypes.c_int32.from_address(self._reserve(8)).value = size
+        for stride in descriptor.strides:
+            ctypes.c_int64.from_address(self._reserve(8)).value = stride
+
+    def _reserve(self, num_bytes: int) -> int:
+        memory = ctypes.create_string_buffer(num_bytes + _ALIGNMENT)
+        self._memory.append(memory)
+        address = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
+        self.addresses.append(address)
+        return address
+
+
+class _Place:
+    """A parameter that holds an address, or a tensor map of what lies there."""
+
+    def __init__(
+        self,
+        parameter: int,
+        kind: TensorMapKind | None,
+        shape: tuple[int, int],
+        block: tuple[int, int],
+    ) -> None:
+        self._parameter, self._kind, self._shape, self._block = parameter, kind, shape, block
+        self._maps: dict[int, bytes] = {}
+
+    def point_at(self, address: int) -> None:
+        if self._kind is None:
+            ctypes.c_uint64.from_address(self._parameter).value = address
+            return
+        encoded = self._maps.get(address)
+        if encoded is None:
+            if len(self._maps) == _MAX_MAPS:
+                self._maps.clear()
+            encoded = driver().tensor_map(address, self._shape, self._block, self._kind)
+            self._maps[address] = encoded
+        ctypes.memmove(self._parameter, encoded, TENSOR_MAP_BYTES)
