@@ -103,8 +103,9 @@ def _flags(arena: Arena) -> list[dict[str, Any]]:
     rows = []
     programs = 2 * torch.cuda.get_device_properties(arena.device).multi_processor_count
     result = torch.zeros(1, dtype=torch.int32, device=arena.device)
-    source, target = (torch.randn(32 << 20, device=arena.device) for _ in range(2))
-    with arena.turn(1) as slot:
+    source = torch.randn(32 << 20, device=arena.device)
+    with arena.turn(128 << 20) as slot:
+        target = slot.view(1 - arena.rank, source.shape, source.dtype)
         for where in ("own", "peer"):
             for name, act in _ways(arena, slot, where).items():
                 for mode in ("eager", "graph"):
@@ -168,7 +169,7 @@ def _graph(
         current = torch.cuda.current_stream()
         other.wait_stream(current)
         with torch.cuda.stream(other):
-            for _ in range(20):  # ms of copies, so that the grid is resident before the flag
+            for _ in range(8):  # 3 ms on a copy engine: the grid is resident before the flag
                 target.copy_(source)
             act()
         _spin(flag, result, programs)
