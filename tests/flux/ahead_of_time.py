@@ -8,7 +8,7 @@ from typing import Any
 TARGETS = (80, 90)
 
 
-def ptx(
+def compiled(
     kernel: Any,
     types: Mapping[str, str],
     constants: Mapping[str, Any],
@@ -16,8 +16,8 @@ def ptx(
     *,
     num_warps: int = 4,
     num_stages: int = 3,
-) -> str:
-    """PTX of `kernel`.
+) -> Any:
+    """`kernel` as Triton's CompiledKernel: `asm`, `metadata`.
 
     types      by argument, as Triton's signatures name them ("*bf16", "i32"); a trailing ":16" says
                that 16 divides the value, which the launcher finds out at run time
@@ -41,9 +41,22 @@ def ptx(
     source = ASTSource(
         kernel, signature, {(names.index(n),): v for n, v in constants.items()}, attributes
     )
-    compiled = triton.compile(
+    return triton.compile(
         source,
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": num_warps, "num_stages": num_stages},
     )
-    return str(compiled.asm["ptx"])
+
+
+def ptx(
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    capability: int,
+    *,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> str:
+    """PTX of `kernel`; arguments as for `compiled`."""
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return str(compiled(kernel, types, constants, capability, **options).asm["ptx"])

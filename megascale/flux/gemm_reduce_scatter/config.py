@@ -1,0 +1,34 @@
+"""Configurations of the form "fused" of GEMM + reduce-scatter, for the tuner.
+
+The communication tile is the GEMM's tile: it travels from the epilogue that made it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+from megascale.flux.arena import NUM_FLAGS
+from megascale.flux.gemm_config import HOPPER, GemmConfig, tiles_for
+from megascale.flux.problem import Problem
+from megascale.flux.tiles import ceil_div
+
+
+@dataclass(frozen=True)
+class FusedReduceScatter(GemmConfig):
+    """Only what the GEMM has."""
+
+
+def num_flags(rows: int, n: int, world_size: int, config: GemmConfig) -> int:
+    """Flags of a call: one a source and tile of a shard of `rows`."""
+    return world_size * ceil_div(rows, config.block_m) * ceil_div(n, config.block_n)
+
+
+def candidates(problem: Problem, capability: tuple[int, int] = HOPPER) -> list[FusedReduceScatter]:
+    """Configurations worth timing for this problem; the first is the default.
+
+    Those whose tiles are more than the flags of a slot are left out.
+    """
+    c, n = problem.rows_a_rank, problem.n
+    tiles = [FusedReduceScatter(**asdict(t)) for t in tiles_for(capability, c, n, problem.k)]
+    tiles += [replace(tiles[0], group_m=16), replace(tiles[0], group_m=4)]
+    return [t for t in tiles if num_flags(c, n, problem.world_size, t) <= NUM_FLAGS] or tiles[:1]

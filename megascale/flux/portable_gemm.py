@@ -1,0 +1,171 @@
+"""One output tile of a GEMM in plain Triton: what the portable fused kernels share.
+
+Operands come through descriptors (TMA: one instruction a tile; Hopper and later) or through
+pointers with masks (every GPU, and rows that are no multiple of 16 bytes, which no descriptor
+takes). Both accumulate in fp32 in the same order of K. On Hopper a warp-specialised engine is
+faster at small K (`hopper_gemm.py`); this one compiles everywhere and runs in the interpreter.
+
+x [rows, K] is row-major; the weight is [N, K] ("NK") or [K, N] ("KN").
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from megascale.flux.gemm_config import HOPPER, GemmConfig
+from megascale.flux.problem import Layout
+from megascale.flux.signals import INTERPRETED
+
+ALIGNMENT_BYTES = 16
+
+
+@triton.jit
+def place_in_grid(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(tile row, tile column) number `tile` of a grid: `tiles.grouped`."""
+    tiles_in_group = GROUP_M * tiles_n
+    first_m = tile // tiles_in_group * GROUP_M
+    height = tl.minimum(tiles_m - first_m, GROUP_M)
+    inside = tile % tiles_in_group
+    return first_m + inside % height, inside // height
+
+
+@triton.jit
+def tile_product(  # type: ignore[no-untyped-def]
+    x_desc, x_row, x_ptr, num_rows, weight_desc, weight_ptr, column, n, k,
+    NK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """fp32 [BLOCK_M, BLOCK_N] of x and the weight's columns from `column`.
+
+    x_desc, x_row   where x has a descriptor: the tile's first row in it
+    x_ptr           else: the tile's first element
+    num_rows        rows of the tile that exist; none: the product is 0 and nothing is read
+    """
+    blocks = tl.where(num_rows > 0, tl.cdiv(k, BLOCK_K), 0)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if x_desc is not None:
+        for block in range(blocks):
+            a = x_desc.load([x_row, block * BLOCK_K])
+            if NK:
+                b = weight_desc.load([column, block * BLOCK_K]).T
+            else:
+                b = weight_desc.load([block * BLOCK_K, column])
+            acc = _dot(a, b, acc)
+    else:
+        # Rows and columns past the end repeat the last one: what they give is never stored.
+        ks = tl.arange(0, BLOCK_K)
+        rows = tl.minimum(tl.arange(0, BLOCK_M), num_rows - 1)
+        x_ptrs = x_ptr + (rows[:, None] * k + ks[None, :])
+        columns = column + tl.arange(0, BLOCK_N)
+        if NK:
+            columns = tl.minimum(columns, n - 1)
+            weight_ptrs = weight_ptr + columns[None, :].to(tl.int64) * k + ks[:, None]
+        else:
+            weight_ptrs = weight_ptr + ks[:, None].to(tl.int64) * n + columns[None, :]
+        for block in range(blocks):
+            left = k - block * BLOCK_K
+            a = tl.load(x_ptrs, mask=ks[None, :] < left, other=0.0)
+            x_ptrs += BLOCK_K
+            if NK:
+                b = tl.load(weight_ptrs, mask=ks[:, None] < left, other=0.0)
+                weight_ptrs += BLOCK_K
+            else:
+                inside = (ks[:, None] < left) & (columns[None, :] < n)
+                b = tl.load(weight_ptrs, mask=inside, other=0.0)
+                weight_ptrs += BLOCK_K * n
+            acc = _dot(a, b, acc)
+    return acc
+
+
+@triton.jit
+def _dot(a, b, acc):  # type: ignore[no-untyped-def]
+    """acc + a b in fp32. The interpreter's product of bf16 is wrong: there operands are widened."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:  # noqa: RET505 - a branch at compile time: Triton refuses two returns without it
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def order_descriptors():  # type: ignore[no-untyped-def]
+    """What this thread has acquired through ordinary loads, its loads by TMA see as well."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def add_bias(acc, bias_ptr, columns, n):  # type: ignore[no-untyped-def]
+    """acc + bias of these columns."""
+    bias = tl.load(bias_ptr + columns, mask=columns < n, other=0.0)
+    return acc + bias.to(tl.float32)[None, :]
+
+
+@cache
+def _has_descriptors(device: torch.device) -> bool:
+    """The device has TMA. So has the interpreter, which plays it on CPU tensors."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= HOPPER
+
+
+def can_describe(device: torch.device, *num_columns: int) -> bool:
+    """Whether contiguous 16-bit matrices of so many columns have descriptors here, if aligned."""
+    return all(n * 2 % ALIGNMENT_BYTES == 0 for n in num_columns) and _has_descriptors(device)
+
+
+def describe(matrix: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
+    """A descriptor of a contiguous tensor as a matrix of its last dimension."""
+    columns = matrix.shape[-1]
+    descriptor = object.__new__(TensorDescriptor)  # its checks cost 2 us and repeat ours
+    descriptor.base = matrix
+    descriptor.shape = [matrix.numel() // columns, columns]
+    descriptor.strides = [columns, 1]
+    descriptor.block_shape = [block_rows, block_columns]
+    descriptor.padding = "zero"
+    return descriptor
+
+
+def describe_weight(weight: Tensor, config: GemmConfig, layout: Layout) -> TensorDescriptor:
+    """The descriptor of a weight, [N, K] or [K, N], in blocks as `tile_product` loads them."""
+    if layout == "NK":
+        return describe(weight, config.block_n, config.block_k)
+    return describe(weight, config.block_k, config.block_n)
+
+
+def aligned(*tensors: Tensor | None) -> bool:
+    """16 bytes divide every address."""
+    bits = 0
+    for tensor in tensors:
+        if tensor is not None:
+            bits |= tensor.data_ptr()
+    return bits % ALIGNMENT_BYTES == 0
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def run(
+    kernel: Any, num_programs: int, args: tuple[Any, ...], config: GemmConfig, key: tuple[Any, ...]
+) -> None:
+    """Launch `kernel` with all its arguments, those known at compile time included.
+
+    key  everything that Triton would compile anew for, if all addresses are aligned; empty where
+         they are not
+    Triton finds out by looking at every argument of every launch, which takes longer than the rest
+    of a launch; with the key known that happens once.
+    """
+    compiled = _compiled.get(key) if key else None
+    if compiled is not None:
+        compiled[num_programs, 1, 1](*args)
+        return
+    compiled = kernel[(num_programs,)](
+        *args, num_stages=config.num_stages, num_warps=config.num_warps
+    )
+    if key and compiled is not None:  # the interpreter compiles nothing
+        _compiled[key] = compiled
