@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascale.errors import FluxError
-from megascale.flux.driver import driver
+from megascale.flux.driver import current_stream, driver
 
 NUM_SLOTS = 3
 NUM_FLAGS = 65536  # of a slot: one a source and tile; the largest case of `bench flux` has 28,672
@@ -93,7 +93,8 @@ class Arena:
         self.capacity = 0
         self._device_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._copies = torch.cuda.Stream(device, priority=-1)
-        self._fork, self._joined = _made_event(), _made_event()
+        self._device_index = torch.cuda.current_device() if device.index is None else device.index
+        self._fork, self._joined, self._chained = _made_event(), _made_event(), _made_event()
         self._copies_handle = self._copies.cuda_stream
         self._fork_handle, self._joined_handle = self._fork.cuda_event, self._joined.cuda_event
         self._slots: list[Slot] = []
@@ -101,7 +102,7 @@ class Arena:
         self._memory: Any = None
         self._retired: list[Any] = []  # memory whose addresses captured graphs hold
         self._turn = 0
-        self._stream: torch.cuda.Stream | None = None  # of the last call
+        self._stream: int | None = None  # of the last call
         self._capture: int | None = None  # the running capture that has begun with a barrier
         self._mixed = False  # something was captured: eager calls begin with a barrier
         self._allocate(_GRANULE)
@@ -132,7 +133,7 @@ class Arena:
         yield slot
 
     def _begin(self, num_bytes: int) -> None:
-        stream = torch.cuda.current_stream(self.device)
+        stream = current_stream(self._device_index)
         capture = _capture_id(stream)
         if num_bytes > self.capacity:
             if capture is not None:
@@ -143,9 +144,8 @@ class Arena:
                 )
             self.reserve(num_bytes)
         if self._stream is not None and stream != self._stream and capture in (None, self._capture):
-            event = torch.cuda.Event()
-            event.record(self._stream)
-            stream.wait_event(event)
+            driver().record(self._chained.cuda_event, self._stream)
+            driver().follow(stream, self._chained.cuda_event)
         self._stream = stream
         if capture is not None and capture != self._capture:
             self._mixed = True
@@ -163,7 +163,7 @@ class Arena:
 
     def fork(self) -> None:
         """The copy stream comes after everything that the current stream has queued so far."""
-        driver().record(self._fork_handle, torch.cuda.current_stream(self.device).cuda_stream)
+        driver().record(self._fork_handle, current_stream(self._device_index))
         driver().follow(self._copies_handle, self._fork_handle)
 
     def send(self, to: int, source: int, num_bytes: int, flag: int) -> None:
@@ -182,8 +182,7 @@ class Arena:
     def join(self) -> None:
         """The current stream waits for the copy stream."""
         driver().record(self._joined_handle, self._copies_handle)
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        driver().follow(stream, self._joined_handle)
+        driver().follow(current_stream(self._device_index), self._joined_handle)
 
     def barrier(self) -> None:
         """All ranks have come here: one small kernel on the current stream."""
@@ -266,11 +265,11 @@ def _made_event() -> torch.cuda.Event:
     return event
 
 
-def _capture_id(stream: torch.cuda.Stream) -> int | None:
+def _capture_id(stream: int) -> int | None:
     """Which capture the stream belongs to, if any."""
     if not torch.cuda.is_current_stream_capturing():
         return None
     from cuda.bindings import runtime
 
-    _, _, number, *_ = runtime.cudaStreamGetCaptureInfo(stream.cuda_stream)
+    _, _, number, *_ = runtime.cudaStreamGetCaptureInfo(stream)
     return int(number)

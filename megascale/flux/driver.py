@@ -14,6 +14,8 @@ from ctypes import c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void
 from functools import cache
 from typing import Any
 
+import torch
+
 TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
 _WAIT_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
@@ -112,6 +114,12 @@ class TensorMapKind:
 
     def __init__(self, data_type: int, element_bytes: int, swizzle: int) -> None:
         self.data_type, self.element_bytes, self.swizzle = data_type, element_bytes, swizzle
+
+
+def current_stream(device_index: int) -> int:
+    """The handle of torch's current stream: 0.2 us, where torch.cuda.current_stream takes 6."""
+    handle: int = torch._C._cuda_getCurrentRawStream(device_index)
+    return handle
 
 
 @cache

@@ -42,8 +42,8 @@ class KernelCall:
         self._shared = compiled.metadata.shared
         size = compiled.metadata.global_scratch_size * programs
         self._scratch = torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
-        signature = {n: t for n, t in compiled.src.signature.items() if t != "constexpr"}
-        self._params = Parameters(signature, arguments, compiled.metadata.tensordesc_meta)
+        metas = compiled.metadata.tensordesc_meta
+        self._params = Parameters(compiled.src.signature, arguments, metas)
         self._params.finish(0 if self._scratch is None else self._scratch.data_ptr())
 
     def launch(self, stream: int, tensors: Sequence[Tensor]) -> None:
@@ -66,14 +66,14 @@ class Parameters:
         self._last: list[int] = []
         descriptions = iter(metas or ())
         for name, value in arguments.items():
-            kind = signature.get(name)
-            if kind is not None and kind.startswith("tensordesc"):
+            kind = signature[name]
+            if kind.startswith("tensordesc"):
                 self._describe(value, next(descriptions))
             elif isinstance(value, Tensor):
                 place = _Place(self._reserve(8), None, (0, 0), (0, 0))
                 self._places.append(place)
                 self._last.append(0)
-            elif kind is not None:
+            elif kind != "constexpr":  # an integer that the compiler took for a constant
                 address = self._reserve(8)
                 _INTEGERS[kind].from_address(address).value = value
 

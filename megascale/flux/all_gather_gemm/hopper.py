@@ -17,7 +17,6 @@ Where BLOCK_M does not divide c (`STRADDLE`), tiles cover rows of two shards: on
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,6 +25,7 @@ from triton.language.core import _aggregate as aggregate
 
 from megascale.flux.all_gather_gemm.protocol import GatherTiles
 from megascale.flux.arena import Arena, Slot
+from megascale.flux.driver import current_stream
 from megascale.flux.hopper_gemm import (
     CONSUMER_WARPS,
     PRODUCER_REGISTERS,
@@ -294,7 +294,7 @@ def launch(
     if call is None or added.data_ptr() % 16:
         _launch_first(key, tensors, bias, arena, config, layout, num_rows, world, clear)
     else:
-        call.launch(torch.cuda.current_stream().cuda_stream, tensors)
+        call.launch(current_stream(out.device.index), tensors)
 
 
 def _launch_first(

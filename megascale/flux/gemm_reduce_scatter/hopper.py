@@ -36,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 from megascale.flux.arena import Arena, Slot
+from megascale.flux.driver import current_stream
 from megascale.flux.gemm_reduce_scatter.protocol import ScatterTiles
 from megascale.flux.hopper_gemm import (
     CONSUMER_WARPS,
@@ -367,7 +368,7 @@ def launch(
     if call is None or added.data_ptr() % 16:
         _launch_first(key, tensors, bias, slot, arena, config, layout, pair is not None)
     else:
-        call.launch(torch.cuda.current_stream().cuda_stream, tensors)
+        call.launch(current_stream(out.device.index), tensors)
 
 
 def _launch_first(
