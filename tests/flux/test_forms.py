@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megascale.errors import FluxError
+from megascale.flux.bench.work import engine_tiles
 from megascale.flux.forms import FORMS, configs, forms, missing
 from megascale.flux.problem import Problem, own_rows
 from megascale.flux.ranks import GroupOnly
@@ -86,3 +88,17 @@ def test_configurations_differ_and_a_form_for_few_rows_is_for_few_rows(op: Any) 
 def test_an_operator_that_is_none_is_refused() -> None:
     with pytest.raises(FluxError, match="op is 'moe'; the operators are ag_gemm, gemm_rs, gemm_ar"):
         forms("moe")
+
+
+def test_the_bench_calls_the_engine_as_it_is() -> None:
+    """`Work.own_gemm` launches it alone; its arguments cannot be tried without a GPU."""
+    launch = pytest.importorskip("megascale.flux.all_gather_gemm.hopper").launch
+    x, weight, out = (torch.empty(1) for _ in range(3))
+    signature(launch).bind(x, x, weight, None, out, None, None, None, "NK", 1)
+    for op in ("ag_gemm", "gemm_rs"):
+        problem = Problem(op, 8192, 8192, 8192, 2, torch.bfloat16, "NK")  # type: ignore[arg-type]
+        for config in configs(op, "fused", problem, (9, 0)):
+            tiles = engine_tiles(config)
+            assert (tiles.block_n, tiles.group_m) == (config.block_n, config.group_m)
+            assert tiles.chunks == 1
+            assert hash(tiles) == hash(engine_tiles(config)), "the engine remembers launches by it"

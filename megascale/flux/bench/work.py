@@ -8,17 +8,19 @@ Legend: T rows of all ranks (m), t rows of this rank, K reduction, N columns, al
 
 from __future__ import annotations
 
+from dataclasses import asdict, fields
 from itertools import cycle
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megascale.flux import nccl, torch_symm
+from megascale.flux.all_gather_gemm.config import FusedAllGather
 from megascale.flux.bench.cases import Case
 from megascale.flux.bench.world import World
 from megascale.flux.forms import Form, forms
+from megascale.flux.gemm_config import GemmConfig
 from megascale.flux.problem import own_rows
 from megascale.flux.ranks import gemm
 from megascale.flux.timing import Run
@@ -103,7 +105,7 @@ class Work:
             return None
         from megascale.flux.all_gather_gemm.hopper import launch
 
-        tiles = SimpleNamespace(**{"chunks": 1, "c_split": 1, **vars(config)})
+        tiles = engine_tiles(config)
         numbers = cycle(range(len(self.sets)))
 
         def run() -> Tensor:
@@ -128,6 +130,12 @@ class Work:
 
 
 _BASELINES: dict[str, Form] = {"two_shot_in_place": torch_symm.two_shot_in_place}
+
+
+def engine_tiles(config: GemmConfig) -> FusedAllGather:
+    """The tiles of a fused form of any operator, for the engine alone."""
+    names = {field.name for field in fields(GemmConfig)}
+    return FusedAllGather(**{n: value for n, value in asdict(config).items() if n in names})
 
 
 def _num_sets(inputs: Inputs, world: World) -> int:
