@@ -93,7 +93,7 @@ class Arena:
         self.capacity = 0
         self._device_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._copies = torch.cuda.Stream(device, priority=-1)
-        self._device_index = torch.cuda.current_device() if device.index is None else device.index
+        self._device_index = self.one.device.index
         self._fork, self._joined, self._chained = _made_event(), _made_event(), _made_event()
         self._copies_handle = self._copies.cuda_stream
         self._fork_handle, self._joined_handle = self._fork.cuda_event, self._joined.cuda_event

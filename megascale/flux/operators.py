@@ -190,7 +190,7 @@ class AllGatherGemm(_Operator):
             return lambda: x_tK
         _, ranks = self._selection.collective("all_gather", x_tK)
         if isinstance(ranks, Arena):
-            from megascale.flux.all_gather.launch import start_all_gather
+            from megascale.flux.symmetric.all_gather import start_all_gather
 
             return start_all_gather(x_tK, ranks, num_rows).wait
         num_rows = x_tK.shape[0] * self.world_size if num_rows is None else num_rows
