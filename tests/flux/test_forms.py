@@ -96,7 +96,7 @@ def test_the_bench_calls_the_engine_as_it_is() -> None:
     x, weight, out = (torch.empty(1) for _ in range(3))
     signature(launch).bind(x, x, weight, None, out, None, None, None, "NK", 1)
     for op in ("ag_gemm", "gemm_rs"):
-        problem = Problem(op, 8192, 8192, 8192, 2, torch.bfloat16, "NK")  # type: ignore[arg-type]
+        problem = Problem(op, 8192, 8192, 8192, 2, torch.bfloat16, "NK")
         for config in configs(op, "fused", problem, (9, 0)):
             tiles = engine_tiles(config)
             assert (tiles.block_n, tiles.group_m) == (config.block_n, config.group_m)
