@@ -186,15 +186,14 @@ class Arena:
 
     def barrier(self) -> None:
         """All ranks have come here: one small kernel on the current stream."""
+        from megascale.flux.kernel_call import launch
         from megascale.flux.signals import barrier_kernel
 
-        barrier_kernel[(1,)](
-            self._counts,
-            self.report,
-            self.rank,
-            WORLD=self.world_size,
-            DEADLINE_NS=self.deadline_ns,
-            num_warps=1,
+        launch(
+            barrier_kernel,
+            1,
+            {"count_ptrs": self._counts, "report_ptr": self.report, "rank": self.rank},
+            {"WORLD": self.world_size, "DEADLINE_NS": self.deadline_ns, "num_warps": 1},
         )
 
     def reserve(self, num_bytes: int) -> None:
