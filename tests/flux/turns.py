@@ -2,9 +2,9 @@
 
 Every rank goes through the calls in order. A call begins, pushes to each peer (data, then flag),
 waits for each peer (and resets the flag), and completes; pushes and waits of a call come in any
-order. What a call received is read until `hold` calls later begin (0: until it completes). The
-search visits every reachable state and returns what goes wrong first, with the steps that lead
-there.
+order. What a call received is read until the call `hold` calls later begins (0: until it
+completes). The search visits every reachable state and returns what goes wrong first, with the
+steps that lead there.
 """
 
 from __future__ import annotations
@@ -15,15 +15,27 @@ from typing import NamedTuple
 
 
 class Call(NamedTuple):
+    """`barrier`: nothing is pushed before every rank has begun it. `late`: calls that may begin
+    before it completes (an all-gather that is started and waited for after another operator).
+    `hold`: of this call, where it is not the model's."""
+
     slot: int
-    barrier: bool = False  # nothing is pushed before every rank has begun it
+    barrier: bool = False
+    late: int = 0
+    hold: int | None = None
+
+
+class _Open(NamedTuple):
+    """A call that has begun and not completed: peers it has pushed to and waited for."""
+
+    call: int
+    pushed: frozenset[int] = frozenset()
+    waited: frozenset[int] = frozenset()
 
 
 class _Rank(NamedTuple):
-    completed: int
-    begun: int  # completed, or one more
-    pushed: frozenset[int]
-    waited: frozenset[int]
+    begun: int  # calls
+    open: tuple[_Open, ...] = ()
 
 
 _Flags = frozenset[tuple[int, int, int, int]]  # (owner, slot, source, call that set it)
@@ -46,14 +58,13 @@ class Model:
 
     def violation(self) -> str | None:
         """What can go wrong, or None if nothing can."""
-        idle = _Rank(0, 0, frozenset(), frozenset())
-        start: _State = ((idle,) * self.world_size, frozenset())
+        start: _State = ((_Rank(0),) * self.world_size, frozenset())
         came_from: dict[_State, tuple[_State, str] | None] = {start: None}
         todo = [start]
         while todo:
             state = todo.pop()
             following = list(self._following(state))
-            if not following and any(r.completed < len(self.calls) for r in state[0]):
+            if not following and any(r.open or r.begun < len(self.calls) for r in state[0]):
                 return f"deadlock after {_path(came_from, state)}"
             for action, after in following:
                 if isinstance(after, str):
@@ -66,51 +77,60 @@ class Model:
     def _following(self, state: _State) -> Iterator[tuple[str, _State | str]]:
         ranks, _ = state
         for me, rank in enumerate(ranks):
-            if rank.begun == rank.completed:
-                if rank.begun < len(self.calls):
-                    begun = rank._replace(begun=rank.begun + 1)
-                    yield f"{me} begins {rank.begun}", _moved(state, me, begun)
-                continue
-            if self.calls[rank.completed].barrier and any(r.begun < rank.begun for r in ranks):
-                continue
+            if self._may_begin(rank):
+                begun = _Rank(rank.begun + 1, (*rank.open, _Open(rank.begun)))
+                yield f"{me} begins {rank.begun}", _moved(state, me, begun)
             peers = frozenset(range(self.world_size)) - {me}
-            for peer in peers - rank.pushed:
-                yield f"{me} pushes to {peer}", self._push(state, me, peer)
-            for peer in peers - self.silent - rank.waited:
-                if found := self._wait(state, me, peer):
-                    yield f"{me} has {peer}'s", found
-            if rank.pushed == peers and rank.waited == peers - self.silent:
-                done = _Rank(rank.begun, rank.begun, frozenset(), frozenset())
-                yield f"{me} completes {rank.completed}", _moved(state, me, done)
+            for at in rank.open:
+                if self.calls[at.call].barrier and any(r.begun <= at.call for r in ranks):
+                    continue
+                for peer in peers - at.pushed:
+                    yield f"{me} pushes {at.call} to {peer}", self._push(state, me, peer, at)
+                for peer in peers - self.silent - at.waited:
+                    if found := self._wait(state, me, peer, at):
+                        yield f"{me} has {at.call} of {peer}", found
+                if at.pushed == peers and at.waited == peers - self.silent:
+                    left = tuple(other for other in rank.open if other != at)
+                    yield f"{me} completes {at.call}", _moved(state, me, _Rank(rank.begun, left))
 
-    def _push(self, state: _State, me: int, peer: int) -> _State | str:
+    def _may_begin(self, rank: _Rank) -> bool:
+        in_time = all(at.call + self.calls[at.call].late >= rank.begun for at in rank.open)
+        return rank.begun < len(self.calls) and in_time
+
+    def _push(self, state: _State, me: int, peer: int, at: _Open) -> _State | str:
         ranks, flags = state
-        call = ranks[me].completed
-        slot = self.calls[call].slot
-        last = max((c for c in range(call) if self.calls[c].slot == slot), default=None)
+        slot = self.calls[at.call].slot
+        last = max((c for c in range(at.call) if self.calls[c].slot == slot), default=None)
         if last is not None and not self._released(ranks[peer], last):
             return f"{me} overwrites what {peer} still reads of call {last}"
         if any(flag[:3] == (peer, slot, me) for flag in flags):
             return f"{me} sets a flag of {peer} that is set"
-        pushed = ranks[me]._replace(pushed=ranks[me].pushed | {peer})
-        return _moved(state, me, pushed, flags | {(peer, slot, me, call)})
+        after = at._replace(pushed=at.pushed | {peer})
+        return _moved(state, me, _with(ranks[me], after), flags | {(peer, slot, me, at.call)})
 
     def _released(self, rank: _Rank, call: int) -> bool:
-        return rank.completed > call if self.hold == 0 else rank.begun > call + self.hold
+        own = self.calls[call].hold
+        hold = self.hold if own is None else own
+        if hold == 0:
+            return rank.begun > call and all(at.call != call for at in rank.open)
+        return rank.begun > call + hold
 
-    def _wait(self, state: _State, me: int, peer: int) -> _State | str | None:
+    def _wait(self, state: _State, me: int, peer: int, at: _Open) -> _State | str | None:
         ranks, flags = state
-        call = ranks[me].completed
         for flag in flags:
-            if flag[:3] == (me, self.calls[call].slot, peer):
-                if flag[3] != call:
-                    return f"{me} takes {peer}'s flag of call {flag[3]} for one of call {call}"
-                waited = ranks[me]._replace(waited=ranks[me].waited | {peer})
-                return _moved(state, me, waited, flags - {flag})
+            if flag[:3] == (me, self.calls[at.call].slot, peer):
+                if flag[3] != at.call:
+                    return f"{me} takes {peer}'s flag of call {flag[3]} for one of call {at.call}"
+                after = at._replace(waited=at.waited | {peer})
+                return _moved(state, me, _with(ranks[me], after), flags - {flag})
         return None
 
     def holding(self, hold: int) -> Model:
         return replace(self, hold=hold)
+
+
+def _with(rank: _Rank, after: _Open) -> _Rank:
+    return _Rank(rank.begun, tuple(after if at.call == after.call else at for at in rank.open))
 
 
 def _moved(state: _State, me: int, rank: _Rank, flags: _Flags | None = None) -> _State:
