@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,9 +60,28 @@ def test_tensor_parallel_mlp() -> None:
     assert "rank 1 of 2: (32, 32) equals" in output
 
 
+@pytest.mark.full
+def test_fused_mlp() -> None:
+    """It learns, and the same for any number of ranks."""
+    losses = []
+    for ranks in (1, 2):
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+        output = _run(*torchrun, "examples/fused_mlp.py")
+        found = re.fullmatch(rf"{ranks} ranks: loss ([\d.]+) -> ([\d.]+) in 20 steps\n", output)
+        assert found, output
+        losses.append([float(loss) for loss in found.groups()])
+    assert losses[1] == pytest.approx(losses[0], abs=2e-4)
+    assert losses[0][1] < 0.6 * losses[0][0]
+
+
 @pytest.mark.parametrize(
     "command",
-    [("spans_around_a_loop.py",), ("tensor_parallel_mlp.py",), ("draw_schedule.py", "1f1b", "x")],
+    [
+        ("spans_around_a_loop.py",),
+        ("tensor_parallel_mlp.py",),
+        ("fused_mlp.py",),
+        ("draw_schedule.py", "1f1b", "x"),
+    ],
     ids=lambda command: command[0],
 )
 def test_started_wrongly_they_say_how(command: tuple[str, ...]) -> None:

@@ -1,0 +1,217 @@
+"""Which form is taken: by mode, by what was measured, by type. Stand-ins of forms are taken."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megascale.config import ParallelismConfig
+from megascale.errors import FluxError
+from megascale.flux import AllGatherGemm, GemmReduceScatter, problem, selection
+from megascale.flux.mode import FluxMode
+from megascale.flux.selection import Call, Selection
+from megascale.flux.settings import Settings
+from megascale.flux.tuning_cache import Choice, Key, TuningCache
+from tests.distributed import run_ranks
+
+N, K = 8, 16
+SMALL, LARGE = 64, 4096  # rows: below and above what `few_rows` is for
+
+
+@dataclass(frozen=True)
+class Tiles:
+    stages: int
+
+
+class Machine:
+    """Makes this process believe that its CPU runs kernels; forms answer with their name."""
+
+    num_sms = 100
+
+    def __init__(self, *absent: str) -> None:
+        self.device = torch.device("cpu")
+        self.reserved_sms, self.deadline_ns = 0, 0
+        self.report = torch.zeros(8, dtype=torch.int64)
+        self.calls: list[tuple[str, Any]] = []
+        here = vars(selection)
+        here["why_not_fused"] = lambda _group, _device: None
+        here["check"] = self._check
+        here["missing"] = lambda _op: list(absent)
+        here["configs"] = lambda _op, name, *_: [Tiles(1), Tiles(2)] if name == "fused" else []
+        here["forms"] = lambda _op: {
+            name: self._form(name)
+            for name in ("nccl", "symm_mem", "plain", "chunked", "fused", "few_rows")
+        }
+        here["Arena"] = SimpleNamespace(of=lambda _group, _device: self)
+
+    def _check(self, *arguments: Any, fused: bool = False) -> problem.Problem:
+        if fused and arguments[1].dtype != torch.bfloat16:
+            raise FluxError(f"x is {arguments[1].dtype}; kernels take bf16")
+        return problem.check(*arguments)
+
+    def _form(self, name: str) -> Any:
+        def form(x: Tensor, weight: Tensor, bias: Any, ranks: Any, **options: Any) -> Tensor:
+            self.calls.append((name, options.get("config")))
+            assert x.is_contiguous()
+            return x.new_empty(x.shape[0] // 2, weight.shape[0])
+
+        form.__name__ = name
+        return form
+
+
+def _taken(machine: Machine, m: int, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> str:
+    operator = GemmReduceScatter(dist.group.WORLD, **settings)
+    operator(torch.zeros(m, K, dtype=dtype), torch.zeros(N, K, dtype=dtype))
+    name, config = machine.calls[-1]
+    return name if config is None else f"{name} {config.stages}"
+
+
+def _by_mode(rank: int, world_size: int) -> dict[str, list[str]]:
+    machine = Machine()
+    modes: list[dict[str, Any]] = [
+        {"mode": "auto"},
+        {"mode": "auto", "spin": False},
+        {"mode": "fused"},
+        {"mode": "chunked"},
+        {"mode": "reference"},
+    ]
+    return {str(s): [_taken(machine, m, **s) for m in (SMALL, LARGE)] for s in modes}
+
+
+def test_what_a_mode_takes_where_nothing_was_measured() -> None:
+    for found in run_ranks(_by_mode, 2):
+        assert list(found.values()) == [
+            ["few_rows", "fused 1"],
+            ["chunked", "chunked"],
+            ["few_rows", "fused 1"],
+            ["chunked", "chunked"],
+            ["nccl", "nccl"],
+        ]
+
+
+def _absent_forms(rank: int, world_size: int) -> list[str]:
+    machine = Machine("fused", "few_rows")
+    found = [_taken(machine, LARGE)]
+    with pytest.raises(FluxError) as caught:
+        _taken(machine, LARGE, mode="fused")
+    return [*found, str(caught.value)]
+
+
+def test_forms_that_are_not_installed_are_not_taken() -> None:
+    for taken, error in run_ranks(_absent_forms, 2):
+        assert taken == "chunked"
+        assert error.startswith('mode is "fused", and gemm_rs has none of its forms (few_rows, fu')
+
+
+def _measured(rank: int, world_size: int, path: str) -> list[str]:
+    """What rank 0 reads from a file decides on all."""
+    machine = Machine()
+    key = Key.of(problem.Problem("gemm_rs", LARGE, N, K, 2, torch.bfloat16, "NK"))
+    if rank == 0:
+        cache = TuningCache(path)
+        ms = {"fused(stages=1)": 3.0, "fused(stages=2)": 2.0, "chunked": 5.0, "nccl": 4.0}
+        cache.put(key, Choice("fused", {"stages": 2}, ms))
+        cache.save()
+    dist.barrier()
+    file = path if rank == 0 else path + ".not-there"
+    settings: list[dict[str, Any]] = [{}, {"spin": False}, {"mode": "fused"}, {"mode": "chunked"}]
+    return [_taken(machine, LARGE, cache=file, **s) for s in settings]
+
+
+def test_the_fastest_measured_form_that_is_allowed_is_taken_on_all_ranks(tmp_path: Path) -> None:
+    found = run_ranks(_measured, 2, str(tmp_path / "tuned.json"))
+    assert found == [["fused 2", "nccl", "fused 2", "chunked"]] * 2
+
+
+def _tuned_now(rank: int, world_size: int, path: str) -> list[Any]:
+    Machine("symm_mem", "plain")
+    operator = AllGatherGemm(dist.group.WORLD, tune="now", cache=path)
+    x, weight = torch.zeros(LARGE // 2, K).bfloat16(), torch.zeros(N, K).bfloat16()
+    here = vars(selection)
+    calls: list[str] = []
+
+    def form(name: str, repeats: int) -> Any:
+        def run(x: Tensor, weights: Any, *_: Any, **__: Any) -> tuple[list[Tensor], None]:
+            calls.append(name)
+            for _repeat in range(repeats):
+                x @ weights[0].t()
+            return [torch.zeros(LARGE, N).bfloat16()], None
+
+        return run
+
+    here["configs"] = lambda *_: []
+    here["forms"] = lambda _op: {
+        name: form(name, 400 if name != "chunked" else 1)
+        for name in ("nccl", "chunked", "fused", "few_rows", "symm_mem", "plain")
+    }
+    operator(x, weight)
+    measured = len(calls)
+    operator(x, weight)
+    return [calls[-1], len(calls) - measured, sorted(set(calls))]
+
+
+def test_tune_now_measures_once_what_is_installed(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    for taken, again, names in run_ranks(_tuned_now, 2, str(path)):
+        assert (taken, again) == ("chunked", 1)
+        assert names == ["chunked", "few_rows", "fused", "nccl"]
+    ((key, choice),) = TuningCache.load(path).entries()
+    assert (key.op, key.m_class, choice.form) == ("ag_gemm", LARGE, "chunked")
+
+
+def _by_type(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    machine, lines = Machine(), []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megascale.flux").addHandler(handler)
+    logging.getLogger("megascale.flux").setLevel(logging.INFO)
+    taken = [_taken(machine, LARGE, torch.float32) for _ in range(2)]
+    with pytest.raises(FluxError, match=r"x is torch\.float32; kernels take bf16"):
+        _taken(machine, LARGE, torch.float32, mode="chunked")
+    return taken, lines
+
+
+def test_a_type_that_kernels_do_not_take_runs_as_the_reference() -> None:
+    (taken, lines), (also, _) = run_ranks(_by_type, 2)
+    assert taken == also == ["nccl", "nccl"]
+    assert lines == [
+        "flux operators take the reference form: x is torch.float32; kernels take bf16"
+    ]
+
+
+def _shared(rank: int, world_size: int) -> list[Any]:
+    """Operators share an arena; a call has the settings of its operator."""
+    machine = Machine()
+    group = dist.group.WORLD
+    assert group is not None
+    seen = []
+    x, weight = torch.zeros(LARGE, K).bfloat16(), torch.zeros(N, K).bfloat16()
+    one = Selection(group, Settings(reserve_sms=7))
+    other = Selection(group, Settings(mode="chunked", deadline_s=1.5))
+    for chosen in (one, other, one):
+        call = Call("gemm_rs", x.t().contiguous().t(), [weight], [None], "NK")
+        _, bound = chosen.bind(call)
+        assert call.x.is_contiguous()
+        assert torch.equal(call.x, x)
+        seen.append((bound.name, machine.reserved_sms, machine.deadline_ns))
+    machine.num_sms = 0
+    with pytest.raises(FluxError, match="reserve_sms is 7, and the device has 7 SMs"):
+        one.bind(call)
+    return seen
+
+
+def test_each_call_has_the_settings_of_its_operator() -> None:
+    wanted = [("fused", 7, 0), ("chunked", 0, 1_500_000_000), ("fused", 7, 0)]
+    assert run_ranks(_shared, 2) == [wanted] * 2
+
+
+def test_modes_of_the_settings_are_those_of_the_configuration() -> None:
+    assert get_args(FluxMode) == get_args(ParallelismConfig.model_fields["flux"].annotation)
