@@ -22,9 +22,13 @@ FP16, FP32, BF16 = torch.float16, torch.float32, torch.bfloat16
 # rows of all ranks, columns, type: one, fewer rows than ranks, odd ones, more than a block
 FEW = [(1, 1, FP16), (2, 7, FP32), (5, 33, BF16)]
 MANY = [
-    (m, n, dtype)
-    for m, n in [(1, 1), (1, 40), (2, 7), (3, 32), (5, 33), (7, 64), (16, 160)]
-    for dtype in (FP16, FP32, BF16)
+    *FEW,
+    (1, 40, FP32),
+    (2, 7, FP16),
+    (3, 32, BF16),
+    (7, 64, FP16),
+    (13, 33, FP32),
+    (16, 160, BF16),
 ]
 
 

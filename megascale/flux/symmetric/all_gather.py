@@ -26,7 +26,7 @@ from megascale.errors import FluxError
 from megascale.flux.problem import own_rows
 from megascale.flux.symmetric import sizes
 from megascale.flux.symmetric.launch import wait_flags
-from megascale.flux.symmetric.one_shot.launch import block_w
+from megascale.flux.symmetric.one_shot.launch import block_w, pointers
 from megascale.flux.tiles import rows_per_rank
 
 if TYPE_CHECKING:
@@ -120,16 +120,17 @@ def _fits_in_band(x_tD: Tensor, share_bytes: int, slot: Slot) -> bool:
 
 def _send_by_copies(x_tD: Tensor, arena: Arena, slot: Slot, num_rows: int) -> None:
     """The own shard into every slot, each followed by its flag; a rank without rows sends flags."""
-    world_size, rank, own = arena.world_size, arena.rank, x_tD.shape[0]
-    shape = (world_size, rows_per_rank(num_rows, world_size), x_tD.shape[1])
-    with arena.side():
-        for step in range(1, world_size):
-            peer = (rank - step) % world_size
-            if own:
-                slot.view(peer, shape, x_tD.dtype)[rank, :own].copy_(x_tD)
-            slot.flags[peer][rank : rank + 1].copy_(arena.one)
-    if own:
-        slot.view(rank, shape, x_tD.dtype)[rank, :own].copy_(x_tD)
+    world_size, rank = arena.world_size, arena.rank
+    row_bytes = x_tD.shape[1] * x_tD.element_size()
+    offset = rank * rows_per_rank(num_rows, world_size) * row_bytes
+    num_bytes, source = x_tD.shape[0] * row_bytes, x_tD.data_ptr()
+    arena.fork()
+    for step in range(1, world_size):
+        peer = (rank - step) % world_size
+        flag = slot.flags[peer].data_ptr() + 4 * rank
+        arena.send(slot.data[peer].data_ptr() + offset, source, num_bytes, flag)
+    if num_bytes:
+        slot.view(rank, x_tD.shape, x_tD.dtype, offset).copy_(x_tD)
 
 
 def _receive_copies(x_tD: Tensor, arena: Arena, slot: Slot, num_rows: int) -> Tensor:
@@ -139,28 +140,29 @@ def _receive_copies(x_tD: Tensor, arena: Arena, slot: Slot, num_rows: int) -> Te
 
 
 def _by_kernel(x_tD: Tensor, arena: Arena, slot: Slot, num_rows: int, *, in_band: bool) -> Tensor:
+    from megascale.flux.kernel_call import launch
     from megascale.flux.symmetric.gather.kernel import (
         gather_by_flags_kernel,
         gather_in_band_kernel,
     )
 
     x, share, total = _as_integers(x_tD, num_rows, arena.world_size)
-    common = {"RANK": arena.rank, "WORLD": arena.world_size, "DEADLINE_NS": arena.deadline_ns}
+    constants = {"RANK": arena.rank, "WORLD": arena.world_size, "DEADLINE_NS": arena.deadline_ns}
+    sizes_of = {"share": share, "total": total}
     if in_band:
         x_TD = x_tD.new_empty(num_rows, x_tD.shape[1])
         pieces = sizes.in_band_pieces(share, 8)
-        gather_in_band_kernel[(pieces.programs,)](
-            x, x_TD.view(torch.int32), slot.flag_ptrs, arena.report, share, total,
-            sizes.padded(share), **common, **pieces.options,
-        )  # fmt: skip
+        tensors = {"x_ptr": x, "y_ptr": x_TD.view(torch.int32), "flag_ptrs": slot.flag_ptrs}
+        arguments = {**tensors, "report_ptr": arena.report, **sizes_of}
+        arguments["part"] = sizes.padded(share)
+        launch(gather_in_band_kernel, pieces.programs, arguments, {**constants, **pieces.options})
         return x_TD
     flag_words = slot.flags[arena.rank].numel()
     pieces = sizes.flag_pieces(share, x.element_size(), arena.world_size, flag_words)
-    gather_by_flags_kernel[(pieces.programs,)](
-        x, slot.data_ptrs, slot.flag_ptrs, arena.report, share, total,
-        pieces.rounds * pieces.blocks,
-        BLOCK_W=block_w(arena.world_size), **common, **pieces.options,
-    )  # fmt: skip
+    arguments = {"x_ptr": x, **pointers(slot), "report_ptr": arena.report, **sizes_of}
+    arguments["blocks_a_program"] = pieces.rounds * pieces.blocks
+    constants |= {"BLOCK_W": block_w(arena.world_size), **pieces.options}
+    launch(gather_by_flags_kernel, pieces.programs, arguments, constants)
     return slot.view(arena.rank, (num_rows, x_tD.shape[1]), x_tD.dtype)
 
 

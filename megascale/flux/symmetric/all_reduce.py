@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from megascale.flux.symmetric import sizes
-from megascale.flux.symmetric.one_shot.launch import block_w, check_summable, sum_over_ranks
+from megascale.flux.symmetric.one_shot.launch import (
+    block_w,
+    check_summable,
+    pointers,
+    sum_over_ranks,
+)
 
 if TYPE_CHECKING:
     from megascale.flux.arena import Arena
@@ -48,6 +53,7 @@ def all_reduce(x_TD: Tensor, arena: Arena, form: Form | None = None) -> Tensor:
 
 
 def _two_shot(x_TD: Tensor, y_TD: Tensor, arena: Arena) -> None:
+    from megascale.flux.kernel_call import launch
     from megascale.flux.symmetric.two_shot.kernel import (
         two_shot_by_flags_kernel,
         two_shot_in_band_kernel,
@@ -60,17 +66,17 @@ def _two_shot(x_TD: Tensor, y_TD: Tensor, arena: Arena) -> None:
     lanes = 2 * (world_size - 1)
     with arena.turn(lanes * share * size) as slot:
         flag_words = slot.flags[arena.rank].numel()
-        common = {"RANK": arena.rank, "WORLD": world_size, "DEADLINE_NS": arena.deadline_ns}
+        constants = {"RANK": arena.rank, "WORLD": world_size, "DEADLINE_NS": arena.deadline_ns}
+        sizes_of = {"share": share, "total": total, "part": share}
         if sizes.fits_in_band(share, size, lanes, flag_words):
             pieces = sizes.in_band_pieces(share, size)
-            two_shot_in_band_kernel[(pieces.programs,)](
-                x_TD, y_TD, slot.flag_ptrs, arena.report, share, total, share,
-                **common, **pieces.options,
-            )  # fmt: skip
+            tensors = {"x_ptr": x_TD, "y_ptr": y_TD, "flag_ptrs": slot.flag_ptrs}
+            arguments = {**tensors, "report_ptr": arena.report, **sizes_of}
+            constants |= pieces.options
+            launch(two_shot_in_band_kernel, pieces.programs, arguments, constants)
             return
         pieces = sizes.flag_pieces(share, size, 2 * world_size, flag_words)
-        two_shot_by_flags_kernel[(pieces.programs,)](
-            x_TD, y_TD, slot.data_ptrs, slot.flag_ptrs, arena.report, share, total, share,
-            pieces.rounds, pieces.blocks,
-            BLOCK_W=block_w(world_size), **common, **pieces.options,
-        )  # fmt: skip
+        tensors = {"x_ptr": x_TD, "y_ptr": y_TD, **pointers(slot), "report_ptr": arena.report}
+        arguments = {**tensors, **sizes_of, **pieces.rounds_of}
+        constants |= {"BLOCK_W": block_w(world_size), **pieces.options}
+        launch(two_shot_by_flags_kernel, pieces.programs, arguments, constants)

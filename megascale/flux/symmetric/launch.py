@@ -36,23 +36,27 @@ def wait_flags(
     skip_own    leave out the flags that would be this rank's own
     One program that spins: never behind it on the stream what a peer waits for.
     """
+    from megascale.flux.kernel_call import launch
     from megascale.flux.symmetric.kernel import wait_flags_kernel
 
     if not len(indices) or (arena.world_size == 1 and skip_own):
         return
-    wait_flags_kernel[(1,)](
-        slot.flag_ptrs,
-        arena.report,
-        arena.rank,
-        indices.start,
-        len(indices),
-        indices.step,
-        per_source,
-        BLOCK=min(128, next_power_of_2(len(indices))),
-        SKIP_OWN=skip_own,
-        DEADLINE_NS=arena.deadline_ns,
-        num_warps=1,
-    )
+    arguments = {
+        "flag_ptrs": slot.flag_ptrs,
+        "report_ptr": arena.report,
+        "rank": arena.rank,
+        "first": indices.start,
+        "count": len(indices),
+        "step": indices.step,
+        "per_source": per_source,
+    }
+    constants = {
+        "BLOCK": min(128, next_power_of_2(len(indices))),
+        "SKIP_OWN": skip_own,
+        "DEADLINE_NS": arena.deadline_ns,
+        "num_warps": 1,
+    }
+    launch(wait_flags_kernel, 1, arguments, constants)
 
 
 def sum_parts(
@@ -68,7 +72,7 @@ def sum_parts(
     All may have strides between rows, none between columns. 16-byte accesses where rows are
     multiples of 16 elements.
     """
-    _launch_sum(out_cN, parts_WcN, own, bias, rank, {"WAIT": False})
+    _launch_sum(out_cN, parts_WcN, own, bias, rank, _NO_FLAGS, _NO_WAIT)
     return out_cN
 
 
@@ -89,8 +93,7 @@ def sum_arrived(
 
     Flag of (source, row): first_flag + source * flags_per_source + row // rows_per_flag. By default
     one flag a source.
-    counter  word of `arena.done` that counts finished programs: another one for each sum that may
-             run at the same time
+    counter  of finished programs, 0 to 15: another one for each sum that may run at the same time
     """
     rows = out_cN.shape[0]
     rows_per_flag = max(1, rows) if rows_per_flag is None else rows_per_flag
@@ -100,19 +103,32 @@ def sum_arrived(
         everybody = range(first_flag, first_flag + arena.world_size * flags_per_source)
         wait_flags(arena, slot, everybody[::flags_per_source], per_source=flags_per_source)
         return out_cN
-    flags = {
-        "WAIT": arena.world_size > 1,
+    arguments = {
         "flag_ptrs": slot.flag_ptrs,
-        "done_ptr": arena.done[counter:],
+        "done_ptr": arena.done[4 * counter :],
         "report_ptr": arena.report,
         "first_flag": first_flag,
         "flags_per_source": flags_per_source,
         "rows_per_flag": rows_per_flag,
+    }
+    constants = {
+        "WAIT": arena.world_size > 1,
         "BLOCK_F": min(32, next_power_of_2(max(1, (arena.world_size - 1) * num_flags))),
         "DEADLINE_NS": arena.deadline_ns,
     }
-    _launch_sum(out_cN, parts_WcN, own, bias, arena.rank, flags)
+    _launch_sum(out_cN, parts_WcN, own, bias, arena.rank, arguments, constants)
     return out_cN
+
+
+_NO_FLAGS = {
+    "flag_ptrs": None,
+    "done_ptr": None,
+    "report_ptr": None,
+    "first_flag": 0,
+    "flags_per_source": 1,
+    "rows_per_flag": 1,
+}
+_NO_WAIT = {"WAIT": False, "BLOCK_F": 1, "DEADLINE_NS": 0}
 
 
 def _launch_sum(
@@ -122,7 +138,9 @@ def _launch_sum(
     bias: Tensor | None,
     rank: int,
     flags: dict[str, Any],
+    wait: dict[str, Any],
 ) -> None:
+    from megascale.flux.kernel_call import launch
     from megascale.flux.symmetric.kernel import sum_parts_kernel
 
     rows, columns = out_cN.shape
@@ -134,35 +152,32 @@ def _launch_sum(
         return
     block_c = min(_MAX_COLUMNS, next_power_of_2(columns))
     block_r = min(_TILE // block_c, next_power_of_2(rows))
-    grid = -(-rows // block_r) * -(-columns // block_c)
     arguments = {
-        "flag_ptrs": None,
-        "done_ptr": None,
-        "report_ptr": None,
-        "first_flag": 0,
-        "flags_per_source": 1,
-        "rows_per_flag": rows,
-        "BLOCK_F": 1,
-        "DEADLINE_NS": 0,
-        **flags,
+        "out_ptr": out_cN,
+        "parts_ptr": parts_WcN,
+        "own_ptr": own,
+        "bias_ptr": bias,
+        "flag_ptrs": flags["flag_ptrs"],
+        "done_ptr": flags["done_ptr"],
+        "report_ptr": flags["report_ptr"],
+        "rows": rows,
+        "columns": columns,
+        "stride_out": out_cN.stride(0),
+        "stride_own": 0 if own is None else own.stride(0),
+        "stride_part": parts_WcN.stride(0),
+        "stride_row": parts_WcN.stride(1),
+        "first_flag": flags["first_flag"],
+        "flags_per_source": flags["flags_per_source"],
+        "rows_per_flag": flags["rows_per_flag"],
     }
-    sum_parts_kernel[(grid,)](
-        out_cN,
-        parts_WcN,
-        own,
-        bias,
-        rows=rows,
-        columns=columns,
-        stride_out=out_cN.stride(0),
-        stride_own=0 if own is None else own.stride(0),
-        stride_part=parts_WcN.stride(0),
-        stride_row=parts_WcN.stride(1),
-        RANK=rank,
-        WORLD=parts_WcN.shape[0],
-        HAS_OWN=own is not None,
-        HAS_BIAS=bias is not None,
-        BLOCK_R=block_r,
-        BLOCK_C=block_c,
-        num_warps=8,
-        **arguments,
-    )
+    constants = {
+        "RANK": rank,
+        "WORLD": parts_WcN.shape[0],
+        "HAS_OWN": own is not None,
+        "HAS_BIAS": bias is not None,
+        "BLOCK_R": block_r,
+        "BLOCK_C": block_c,
+        "num_warps": 8,
+        **wait,
+    }
+    launch(sum_parts_kernel, -(-rows // block_r) * -(-columns // block_c), arguments, constants)

@@ -55,22 +55,23 @@ def _by_copies(x_TD: Tensor, y_tD: Tensor, arena: Arena) -> None:
     """
     world_size, rank = arena.world_size, arena.rank
     num_rows, columns = x_TD.shape
-    c, size = rows_per_rank(num_rows, world_size), x_TD.element_size()
-    num_chunks = sizes.chunks(c * columns * size, c)
+    c, row_bytes = rows_per_rank(num_rows, world_size), columns * x_TD.element_size()
+    num_chunks = sizes.chunks(c * row_bytes, c)
     rows = -(-c // num_chunks)
     num_chunks = -(-c // rows)
-    with arena.turn(world_size * c * columns * size) as slot:
-        with arena.side():
-            for chunk in range(num_chunks):
-                for step in range(1, world_size):
-                    peer = (rank - step) % world_size
-                    first, end = own_rows(num_rows, peer, world_size)
-                    start, stop = first + chunk * rows, min(first + (chunk + 1) * rows, end)
-                    if start < stop:
-                        there = slot.view(peer, (world_size, c, columns), x_TD.dtype)[rank]
-                        there[start - first : stop - first].copy_(x_TD[start:stop])
-                    flag = rank * num_chunks + chunk
-                    slot.flags[peer][flag : flag + 1].copy_(arena.one)
+    with arena.turn(world_size * c * row_bytes) as slot:
+        arena.fork()
+        for chunk in range(num_chunks):
+            for step in range(1, world_size):
+                peer = (rank - step) % world_size
+                first, end = own_rows(num_rows, peer, world_size)
+                start, stop = (min(first + (chunk + i) * rows, end) for i in (0, 1))
+                arena.send(
+                    slot.data[peer].data_ptr() + (rank * c + start - first) * row_bytes,
+                    x_TD.data_ptr() + start * row_bytes,
+                    (stop - start) * row_bytes,
+                    slot.flags[peer].data_ptr() + 4 * (rank * num_chunks + chunk),
+                )
         first, end = own_rows(num_rows, rank, world_size)
         parts = slot.view(rank, (world_size, c, columns), x_TD.dtype)[:, : end - first]
         sum_arrived(

@@ -13,6 +13,7 @@ but each of its copies costs some microseconds first.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 COPY_ENGINE_BYTES = 16 << 20  # to each peer
 TWO_SHOT_BYTES = 700_000  # what a link moves in the time of one hop: 2 us at 350 GB/s
@@ -35,8 +36,13 @@ class Pieces:
 
     @property
     def options(self) -> dict[str, int]:
-        """Launch arguments that every kernel takes."""
+        """Constants of a launch that every kernel takes."""
         return {"BLOCK": self.block, "num_warps": self.warps}
+
+    @property
+    def rounds_of(self) -> dict[str, int]:
+        """Arguments of the kernels that work in rounds."""
+        return {"num_rounds": self.rounds, "blocks_a_round": self.blocks}
 
 
 def padded(elements: int) -> int:
@@ -49,6 +55,7 @@ def fits_in_band(elements: int, word_bytes: int, parts: int, flag_words: int) ->
     return parts * padded(elements) * word_bytes <= flag_words * 4
 
 
+@cache
 def in_band_pieces(elements: int, word_bytes: int) -> Pieces:
     """One block a program: small blocks while that gives enough programs, since they start and end
     sooner; larger ones beyond, so that all programs are resident."""
@@ -59,6 +66,7 @@ def in_band_pieces(elements: int, word_bytes: int) -> Pieces:
     return Pieces(block, warps, max(1, -(-elements // block)), 1, 1)
 
 
+@cache
 def flag_pieces(elements: int, element_bytes: int, flags_each: int, flag_words: int) -> Pieces:
     """Up to MAX_PROGRAMS programs, in rounds of a few blocks each.
 
