@@ -2,23 +2,24 @@
 
 Every rank allocates the same bytes and maps those of all others (PyTorch symmetric memory, CUDA
 backend, no multicast), so that a copy engine or a kernel writes into a peer's memory through an
-ordinary address. The memory is three slots of data and flags; calls take turns through them.
+ordinary address. The memory is four slots of data and flags; calls take turns through them.
 
-**Why there is no barrier, no epoch and no reset pass.** All calls of a group take turns 0, 1, 2, 0,
-... in the same order on all ranks, and every call is an all-to-all dependency:
+**Why there is no barrier, no epoch and no reset pass.** All calls of a group take turns 0, 1, 2, 3,
+0, ... in the same order on all ranks, and every call is an all-to-all dependency:
   (a) it completes on a rank only after every peer has begun it (it waits for a flag of each);
   (b) a rank begins call i + 1 only after its own call i (order of the stream).
 When rank r begins call i + 2 it has completed i + 1, so every peer has begun i + 1, so every peer
-has completed i. Hence call i + 2 could already overwrite the slot of call i; the third slot allows
-what was received by call i to be read until the next call but one begins, which is what a weight
-gradient beside its input gradient needs. The same holds for flags: whoever waited for one puts
-it back to 0, and nobody sets it again before call i + 3.
+has completed i: two slots would do. Two allowances cost a slot each. What call i received may be
+read until the next call but one begins, which is what a weight gradient beside its input gradient
+needs. And an all-gather may be started, waited for only after the call that follows it, so that (b)
+holds one call later. (tests/flux/turns.py searches all interleavings, and finds the fault with one
+slot fewer.) The same holds for flags: whoever waited for one puts it back to 0.
 
 CUDA graphs: a captured sequence has its turns baked in, and how often it is replayed is not known
 here. So the first call of a capture begins with a barrier on the device, and once anything has been
 captured every eager call does too (about 5 us, in programs that mix the two).
 
-Memory: 3 x the largest call + 0.8 MB. Growth is collective and synchronises; `reserve` up front.
+Memory: 4 x the largest call + 1 MB. Growth is collective and synchronises; `reserve` up front.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from torch import Tensor
 from megascale.errors import FluxError
 from megascale.flux.driver import current_stream, driver
 
-NUM_SLOTS = 3
+NUM_SLOTS = 4
 NUM_FLAGS = 65536  # of a slot: one a source and tile; the largest case of `bench flux` has 28,672
 _GRANULE = 2 << 20  # bytes; what the driver maps at least
 _COUNT_WORDS = 1024  # of the barrier; a rank each
