@@ -29,10 +29,11 @@ class Settings:
             raise FluxError(f"mode is {self.mode!r}; legal are {', '.join(MODES)}")
         if self.tune not in TUNES:
             raise FluxError(f"tune is {self.tune!r}; legal are {', '.join(TUNES)}")
-        if self.tune == "now" and (self.mode != "auto" or not self.spin):
+        if self.tune == "now" and (self.mode != "auto" or not self.spin or self.reserve_sms):
             raise FluxError(
-                'tune="now" compares all forms; it goes with mode "auto" and spin=True, got mode '
-                f'"{self.mode}" and spin={self.spin}'
+                'tune="now" compares all forms on the whole device; it goes with mode "auto", '
+                f'spin=True and reserve_sms=0, got mode "{self.mode}", spin={self.spin} and '
+                f"reserve_sms={self.reserve_sms}; what it stores is used with other settings too"
             )
         if self.mode == "fused" and not self.spin:
             raise FluxError(

@@ -198,6 +198,7 @@ def test_wrong_arguments_are_refused_before_anything_is_launched() -> None:
         ({"mode": "fast"}, "mode is 'fast'; legal are auto, fused, chunked, reference"),
         ({"tune": "later"}, "tune is 'later'; legal are cache, now"),
         ({"tune": "now", "mode": "fused"}, 'it goes with mode "auto"'),
+        ({"tune": "now", "reserve_sms": 4}, "spin=True and reserve_sms=0, .* reserve_sms=4"),
         ({"mode": "fused", "spin": False}, "spin=False forbids it"),
         ({"reserve_sms": -1}, "reserve_sms is -1; it must be 0 or more"),
         ({"deadline_s": 0.0}, "deadline_s is 0.0; it must be positive"),

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from megascale.config import ParallelismConfig
 from megascale.errors import FluxError
-from megascale.flux import AllGatherGemm, GemmReduceScatter, problem, selection
+from megascale.flux import AllGatherGemm, GemmReduceScatter, choice, problem, selection
+from megascale.flux.call import Call
 from megascale.flux.mode import FluxMode
-from megascale.flux.selection import Call, Selection
+from megascale.flux.selection import Selection
 from megascale.flux.settings import Settings
 from megascale.flux.tuning_cache import Choice, Key, TuningCache
 from tests.distributed import run_ranks
@@ -41,12 +42,13 @@ class Machine:
         self.reserved_sms, self.deadline_ns = 0, 0
         self.report = torch.zeros(8, dtype=torch.int64)
         self.calls: list[tuple[str, Any]] = []
-        here = vars(selection)
+        self.group = dist.group.WORLD
+        here, there = vars(selection), vars(choice)
         here["why_not_fused"] = lambda _group, _device: None
         here["check"] = self._check
-        here["missing"] = lambda _op: list(absent)
-        here["configs"] = lambda _op, name, *_: [Tiles(1), Tiles(2)] if name == "fused" else []
-        here["forms"] = lambda _op: {
+        there["missing"] = lambda _op: list(absent)
+        there["configs"] = lambda _op, name, *_: [Tiles(1), Tiles(2)] if name == "fused" else []
+        here["forms"] = there["forms"] = lambda _op: {
             name: self._form(name)
             for name in ("nccl", "symm_mem", "plain", "chunked", "fused", "few_rows")
         }
@@ -79,6 +81,7 @@ def _by_mode(rank: int, world_size: int) -> dict[str, list[str]]:
     modes: list[dict[str, Any]] = [
         {"mode": "auto"},
         {"mode": "auto", "spin": False},
+        {"mode": "auto", "reserve_sms": 8},
         {"mode": "fused"},
         {"mode": "chunked"},
         {"mode": "reference"},
@@ -91,6 +94,7 @@ def test_what_a_mode_takes_where_nothing_was_measured() -> None:
         assert list(found.values()) == [
             ["few_rows", "fused 1"],
             ["chunked", "chunked"],
+            ["few_rows", "fused 1"],
             ["few_rows", "fused 1"],
             ["chunked", "chunked"],
             ["nccl", "nccl"],
@@ -135,7 +139,7 @@ def _tuned_now(rank: int, world_size: int, path: str) -> list[Any]:
     Machine("symm_mem", "plain")
     operator = AllGatherGemm(dist.group.WORLD, tune="now", cache=path)
     x, weight = torch.zeros(LARGE // 2, K).bfloat16(), torch.zeros(N, K).bfloat16()
-    here = vars(selection)
+    there = vars(choice)
     calls: list[str] = []
 
     def form(name: str, repeats: int) -> Any:
@@ -147,8 +151,8 @@ def _tuned_now(rank: int, world_size: int, path: str) -> list[Any]:
 
         return run
 
-    here["configs"] = lambda *_: []
-    here["forms"] = lambda _op: {
+    there["configs"] = lambda *_: []
+    there["forms"] = lambda _op: {
         name: form(name, 400 if name != "chunked" else 1)
         for name in ("nccl", "chunked", "fused", "few_rows", "symm_mem", "plain")
     }
@@ -163,8 +167,8 @@ def test_tune_now_measures_once_what_is_installed(tmp_path: Path) -> None:
     for taken, again, names in run_ranks(_tuned_now, 2, str(path)):
         assert (taken, again) == ("chunked", 1)
         assert names == ["chunked", "few_rows", "fused", "nccl"]
-    ((key, choice),) = TuningCache.load(path).entries()
-    assert (key.op, key.m_class, choice.form) == ("ag_gemm", LARGE, "chunked")
+    ((key, stored),) = TuningCache.load(path).entries()
+    assert (key.op, key.m_class, stored.form) == ("ag_gemm", LARGE, "chunked")
 
 
 def _by_type(rank: int, world_size: int) -> tuple[list[str], list[str]]:
@@ -204,7 +208,7 @@ def _shared(rank: int, world_size: int) -> list[Any]:
         seen.append((bound.name, machine.reserved_sms, machine.deadline_ns))
     machine.num_sms = 0
     with pytest.raises(FluxError, match="reserve_sms is 7, and the device has 7 SMs"):
-        one.bind(call)
+        Selection(group, Settings(reserve_sms=7)).bind(call)
     return seen
 
 

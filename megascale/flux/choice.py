@@ -1,0 +1,105 @@
+"""The form for a shape class: of those that the settings allow, by what was measured, else by rule.
+
+What is measured, or read from a file, belongs to a group and is shared by its operators. Settings
+that leave forms out measure nothing themselves: they take the fastest of what is left where the
+class was measured with all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megascale.errors import FluxError
+from megascale.flux.arena import Arena
+from megascale.flux.call import Bound, Call
+from megascale.flux.default_rule import Mode, default_form
+from megascale.flux.forms import configs, forms, missing
+from megascale.flux.gemm_config import capability_of
+from megascale.flux.problem import Problem
+from megascale.flux.settings import Settings
+from megascale.flux.timing import EagerTimer, HostTimer
+from megascale.flux.tuner import REFERENCE, Candidate, Tuner
+from megascale.flux.tuning_cache import Key, TuningCache
+
+SHIPPED = Path(__file__).with_name("tuned.json")
+
+_FUSED = ("few_rows", "fused")
+_WITHOUT_SPINNING = ("nccl", "chunked")  # nothing that fills the GPU waits in them
+_RESERVING = ("nccl", "few_rows", "fused", "chunked")  # or only on `arena.num_sms` SMs
+
+
+def choose(problem: Problem, call: Call, arena: Arena, settings: Settings, when: Mode) -> Bound:
+    """The form, bound to `arena`. Collective at the group's first, and where it measures."""
+    cache, tuner = _tuner_of(arena.group, settings.cache, arena.device)
+    key = Key.of(problem, when, device=arena.device)
+    allowed = _allowed(settings)
+    offered = {
+        candidate.label: (candidate, bound)
+        for name in allowed or forms(call.op)
+        if name not in missing(call.op)
+        for candidate, bound in _candidates(name, problem, call, arena)
+    }
+    candidates = [candidate for candidate, _ in offered.values()]
+    if allowed is None:
+        chosen = tuner.choose(key, candidates, settings.tune)
+    elif candidates:
+        chosen = _of_some(key, candidates, cache)
+    else:
+        raise FluxError(
+            f'mode is "{settings.mode}", and {call.op} has none of its forms '
+            f'({", ".join(allowed)}) in this installation; use mode "auto"'
+        )
+    return offered[chosen.label][1]
+
+
+def _candidates(
+    name: str, problem: Problem, call: Call, arena: Arena
+) -> Iterator[tuple[Candidate, Bound]]:
+    """The form in each of its configurations, bound to the arguments of this call."""
+    for config in configs(call.op, name, problem, capability_of(arena.device)) or [None]:
+        options = {} if config is None else {"config": config}
+        bound = Bound(name, forms(call.op)[name], arena, options)
+        yield Candidate(name, config, partial(bound.run, call)), bound
+
+
+def _allowed(settings: Settings) -> tuple[str, ...] | None:
+    """The forms that may be taken, the default last; None: all, by the tuner."""
+    if settings.mode != "auto":
+        named = {"fused": _FUSED, "chunked": ("chunked",), "reference": (REFERENCE,)}
+        return named[settings.mode]
+    if not settings.spin:
+        return _WITHOUT_SPINNING
+    return _RESERVING if settings.reserve_sms else None
+
+
+def _of_some(key: Key, candidates: Sequence[Candidate], cache: TuningCache) -> Candidate:
+    """Of the forms that are allowed: the fastest where the class was measured, else the default."""
+    choice = cache.get(key)
+    ms = {} if choice is None else choice.ms
+    measured = [candidate for candidate in candidates if candidate.label in ms]
+    if measured:
+        return min(measured, key=lambda candidate: (ms[candidate.label], candidate.label))
+    names = (default_form(key.problem, key.mode), candidates[-1].name)
+    return next(c for name in names for c in candidates if c.name == name)
+
+
+_tuners: dict[tuple[str, str | None], tuple[dist.ProcessGroup, TuningCache, Tuner]] = {}
+
+
+def _tuner_of(
+    group: dist.ProcessGroup, path: str | None, device: torch.device
+) -> tuple[TuningCache, Tuner]:
+    """The tuner of a group and file. Making it is collective."""
+    found = _tuners.get((group.group_name, path))
+    if found is None or found[0] is not group:
+        cache = TuningCache() if path is None else TuningCache.load(path)
+        cache.replace([*TuningCache.load(SHIPPED).entries(), *cache.entries()])
+        timer = EagerTimer(group) if device.type == "cuda" else HostTimer(group)
+        found = group, cache, Tuner(cache, group, timer)
+        _tuners[group.group_name, path] = found
+    return found[1:]
