@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.distributed import run_ranks
 from tests.flux.gpu_calls import MILLISECOND, SCALES, Calls, Delays, Memory, Verdict
-from tests.flux.gpu_cases import Case, inputs, settle
+from tests.flux.gpu_cases import Case, inputs, settle, wrong
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(240)]
 
@@ -105,7 +105,35 @@ def _groups(rank: int, world_size: int) -> list[str]:
                 part.call_any(of_part, verdict)
         settle()
         failures += verdict.failures(f"rank {rank}, {mode}, two groups")
+        failures += _growth(dist.new_group(list(range(world_size))), mode)
     return failures
+
+
+def _growth(group: dist.ProcessGroup, mode: str) -> list[str]:
+    """Symmetric memory grows while rows gathered in the old one are still to be read."""
+    calls = Calls(group, mode, {})
+    small = Case("ag_gemm", 64 * calls.world_size, 520, 264)
+    device = torch.device("cuda", torch.cuda.current_device())
+    given = inputs(small, calls.rank, calls.world_size, device, 1)
+    gather = calls.operators["ag_gemm"]
+    _, held = gather(given.x, given.weights[0], return_gathered=True)
+    problem = _large(calls, 4096)
+    if not torch.equal(held, given.gathered):
+        problem += " held rows are wrong"
+    started = gather.start_all_gather(given.x)
+    problem += _large(calls, 16384)
+    if not torch.equal(started(), given.gathered):
+        problem += " started rows are wrong"
+    settle()
+    return [f"rank {calls.rank}, {mode}, growth: {problem}"] if problem else []
+
+
+def _large(calls: Calls, m: int) -> str:
+    """One call that needs more memory than any before it."""
+    case = Case("gemm_rs", m, 1032, 264)
+    device = torch.device("cuda", torch.cuda.current_device())
+    given = inputs(case, calls.rank, calls.world_size, device, 2)
+    return wrong(case, [calls.call(case.op, given, case, 1.0)], given)
 
 
 def test_two_groups_take_turns() -> None:
