@@ -102,6 +102,8 @@ class Arena:
         self._counts: Tensor | None = None
         self._memory: Any = None
         self._retired: list[Any] = []  # memory whose addresses captured graphs hold
+        self._outgrown: Any = None  # memory that the call before may still be read from
+        self._outgrown_turns = 0
         self._turn = 0
         self._stream: int | None = None  # of the last call
         self._capture: int | None = None  # the running capture that has begun with a barrier
@@ -144,6 +146,10 @@ class Arena:
                     "once before the capture, or reserve()"
                 )
             self.reserve(num_bytes)
+        elif self._outgrown is not None:
+            self._outgrown_turns -= 1
+            if self._outgrown_turns == 0:
+                self._outgrown = None
         if self._stream is not None and stream != self._stream and capture in (None, self._capture):
             driver().record(self._chained.cuda_event, self._stream)
             driver().follow(stream, self._chained.cuda_event)
@@ -207,7 +213,8 @@ class Arena:
 
         self._quiesce()
         if self._mixed:
-            self._retired.append((self._memory, self._slots))
+            self._retired.append((self._memory, self._slots, self._counts))
+        self._outgrown, self._outgrown_turns = (self._memory, self._slots), 2
         header = _COUNT_WORDS + NUM_SLOTS * NUM_FLAGS  # words
         memory = symm_mem.empty(
             header * 4 + NUM_SLOTS * capacity, dtype=torch.uint8, device=self.device

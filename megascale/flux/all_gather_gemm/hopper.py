@@ -168,6 +168,7 @@ def _produce(
                 source = flag // grid.CHUNKS
                 if source != grid.rank:
                     wait_flag(flags_ptr + flag, report_ptr, source, -1, DEADLINE_NS)
+                    gl.thread_barrier()  # every thread has seen it
                     gl.store(flags_ptr + flag, 0)
             gl.store(done_ptr, 0)
 

@@ -242,6 +242,7 @@ def _carry(
             source = (grid.rank + hop) % grid.WORLD
             flag_ptr = own_flags_ptr + source * tiles + tile
             wait_flag(flag_ptr, report_ptr, source, tile, DEADLINE_NS)
+            gl.thread_barrier()  # every thread has seen it
             gl.store(flag_ptr, 0)
             fence_async_global()
             mbarrier.expect(tile_out.full, received_desc.block_type.nbytes)
