@@ -77,6 +77,7 @@ _HOPPER = (
     ],
     [
         GemmConfig("hopper"),
+        GemmConfig("hopper", block_m=256, block_n=128),
         GemmConfig("hopper", block_n=128, num_stages=5),
         GemmConfig(),
         GemmConfig(block_n=128, num_stages=4),

@@ -10,6 +10,7 @@ x [rows, K] is row-major; the weight is [N, K] ("NK") or [K, N] ("KN").
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -19,11 +20,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megascale.flux.gemm_config import HOPPER, GemmConfig
+from megascale.flux.driver import current_stream
+from megascale.flux.gemm_config import HOPPER, GemmConfig, capability_of
+from megascale.flux.kernel_call import KernelCall
 from megascale.flux.problem import Layout
 from megascale.flux.signals import INTERPRETED
 
 ALIGNMENT_BYTES = 16
+_MAX_CALLS = 1024  # remembered of a kernel; a program with more problems than that makes them anew
 
 
 @triton.jit
@@ -38,36 +42,36 @@ def place_in_grid(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):  # type: ignor
 
 @triton.jit
 def tile_product(  # type: ignore[no-untyped-def]
-    x_desc, x_row, x_ptr, num_rows, weight_desc, weight_ptr, column, n, k,
-    NK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, row, num_rows, weight, column, n, k,
+    TMA: tl.constexpr, NK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [BLOCK_M, BLOCK_N] of x and the weight's columns from `column`.
+    """fp32 [BLOCK_M, BLOCK_N]: rows of x from `row` times columns of the weight from `column`.
 
-    x_desc, x_row   where x has a descriptor: the tile's first row in it
-    x_ptr           else: the tile's first element
-    num_rows        rows of the tile that exist; none: the product is 0 and nothing is read
+    x, weight   descriptors with TMA, else addresses
+    num_rows    rows of the tile that exist; none: the product is 0 and nothing is read
     """
     blocks = tl.where(num_rows > 0, tl.cdiv(k, BLOCK_K), 0)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if x_desc is not None:
+    if TMA:
         for block in range(blocks):
-            a = x_desc.load([x_row, block * BLOCK_K])
+            a = x.load([row, block * BLOCK_K])
             if NK:
-                b = weight_desc.load([column, block * BLOCK_K]).T
+                b = weight.load([column, block * BLOCK_K]).T
             else:
-                b = weight_desc.load([block * BLOCK_K, column])
+                b = weight.load([block * BLOCK_K, column])
             acc = _dot(a, b, acc)
     else:
         # Rows and columns past the end repeat the last one: what they give is never stored.
         ks = tl.arange(0, BLOCK_K)
         rows = tl.minimum(tl.arange(0, BLOCK_M), num_rows - 1)
-        x_ptrs = x_ptr + (rows[:, None] * k + ks[None, :])
+        x_ptrs = x + row.to(tl.int64) * k + (rows[:, None] * k + ks[None, :])
         columns = column + tl.arange(0, BLOCK_N)
         if NK:
             columns = tl.minimum(columns, n - 1)
-            weight_ptrs = weight_ptr + columns[None, :].to(tl.int64) * k + ks[:, None]
+            weight_ptrs = weight + columns[None, :].to(tl.int64) * k + ks[:, None]
         else:
-            weight_ptrs = weight_ptr + ks[:, None].to(tl.int64) * n + columns[None, :]
+            weight_ptrs = weight + ks[:, None].to(tl.int64) * n + columns[None, :]
         for block in range(blocks):
             left = k - block * BLOCK_K
             a = tl.load(x_ptrs, mask=ks[None, :] < left, other=0.0)
@@ -111,7 +115,7 @@ def add_bias(acc, bias_ptr, columns, n):  # type: ignore[no-untyped-def]
 @cache
 def _has_descriptors(device: torch.device) -> bool:
     """The device has TMA. So has the interpreter, which plays it on CPU tensors."""
-    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= HOPPER
+    return device.type == "cpu" or capability_of(device) >= HOPPER
 
 
 def can_describe(device: torch.device, *num_columns: int) -> bool:
@@ -122,13 +126,8 @@ def can_describe(device: torch.device, *num_columns: int) -> bool:
 def describe(matrix: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
     """A descriptor of a contiguous tensor as a matrix of its last dimension."""
     columns = matrix.shape[-1]
-    descriptor = object.__new__(TensorDescriptor)  # its checks cost 2 us and repeat ours
-    descriptor.base = matrix
-    descriptor.shape = [matrix.numel() // columns, columns]
-    descriptor.strides = [columns, 1]
-    descriptor.block_shape = [block_rows, block_columns]
-    descriptor.padding = "zero"
-    return descriptor
+    rows = matrix.numel() // columns
+    return TensorDescriptor(matrix, [rows, columns], [columns, 1], [block_rows, block_columns])
 
 
 def describe_weight(weight: Tensor, config: GemmConfig, layout: Layout) -> TensorDescriptor:
@@ -138,7 +137,7 @@ def describe_weight(weight: Tensor, config: GemmConfig, layout: Layout) -> Tenso
     return describe(weight, config.block_k, config.block_n)
 
 
-def aligned(*tensors: Tensor | None) -> bool:
+def aligned(tensors: Sequence[Tensor | None]) -> bool:
     """16 bytes divide every address."""
     bits = 0
     for tensor in tensors:
@@ -147,25 +146,44 @@ def aligned(*tensors: Tensor | None) -> bool:
     return bits % ALIGNMENT_BYTES == 0
 
 
-_compiled: dict[tuple[Any, ...], Any] = {}
+class Launches:
+    """The launches of one kernel: by Triton at first, then by the driver (`kernel_call.py`).
 
-
-def run(
-    kernel: Any, num_programs: int, args: tuple[Any, ...], config: GemmConfig, key: tuple[Any, ...]
-) -> None:
-    """Launch `kernel` with all its arguments, those known at compile time included.
-
-    key  everything that Triton would compile anew for, if all addresses are aligned; empty where
-         they are not
-    Triton finds out by looking at every argument of every launch, which takes longer than the rest
-    of a launch; with the key known that happens once.
+    kernel  its arguments that are not constant come first
     """
-    compiled = _compiled.get(key) if key else None
-    if compiled is not None:
-        compiled[num_programs, 1, 1](*args)
-        return
-    compiled = kernel[(num_programs,)](
-        *args, num_stages=config.num_stages, num_warps=config.num_warps
-    )
-    if key and compiled is not None:  # the interpreter compiles nothing
-        _compiled[key] = compiled
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._calls: dict[tuple[Any, ...], KernelCall] = {}
+
+    def again(self, key: tuple[Any, ...], tensors: Sequence[Tensor | None]) -> bool:
+        """Launch what `first` has launched for this key, with these tensors; False: it has not.
+
+        key      all that a launch has but addresses, which 16 bytes divide
+        tensors  those of `first`, in the order of the arguments
+        """
+        call = self._calls.get(key)
+        if call is None:
+            return False
+        present = [tensor for tensor in tensors if tensor is not None]
+        call.launch(current_stream(present[0].device.index), present)
+        return True
+
+    def first(
+        self,
+        key: tuple[Any, ...] | None,
+        num_programs: int,
+        arguments: dict[str, Any],
+        constants: dict[str, Any],
+        config: GemmConfig,
+    ) -> None:
+        """Launch by Triton, which compiles. Without a key it is forgotten."""
+        names = self._kernel.arg_names
+        assert [*arguments, *constants] == names, (arguments.keys(), constants.keys(), names)
+        compiled = self._kernel[(num_programs,)](
+            **arguments, **constants, num_stages=config.num_stages, num_warps=config.num_warps
+        )
+        if key is not None and compiled is not None:  # the interpreter compiles nothing
+            if len(self._calls) == _MAX_CALLS:
+                self._calls.clear()
+            self._calls[key] = KernelCall(compiled, arguments, num_programs)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megascale.flux.all_gather_gemm.config import FusedAllGather
 from megascale.flux.all_gather_gemm.config import candidates as gather_candidates
 from megascale.flux.gemm_config import HOPPER, GemmConfig
 from megascale.flux.gemm_reduce_scatter.config import candidates as scatter_candidates
@@ -26,54 +30,91 @@ READ_FLAG = r"ld\.acquire\.sys\.global\.b32"
 CLEAR_FLAG = r"st\.global\.b32"
 
 
-def _types(config: GemmConfig, layout: str, *, tma: bool) -> tuple[dict[str, str], dict[str, Any]]:
-    """(types, constants) of what both kernels have."""
-    bf16 = "*bf16:16"
-    types = {
-        "weight_ptr": bf16,
-        "bias_ptr": bf16,
-        "out_ptr": bf16,
-        "report_ptr": "*i64:16",
-        "m": "i32",
-        "n": "i32:16",
-        "k": "i32:16",
-        "rows": "i32",
-        "rank": "i32",
-    }
-    constants: dict[str, Any] = {
-        "WORLD": 2,
-        "NK": layout == "NK",
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "GROUP_M": config.group_m,
-        "DEADLINE_NS": 0,
-    }
-    if tma:
-        b = (config.block_n, config.block_k) if layout == "NK" else (config.block_k, config.block_n)
-        types["weight_desc"] = f"tensordesc<bf16[{b[0]},{b[1]}]>"
-    else:
-        constants["weight_desc"] = None
-    return types, constants
+def _types(arguments: dict[str, Any], unspecialised: list[str]) -> dict[str, str]:
+    """Triton's types of a launch's arguments."""
+    pointers = {torch.bfloat16: "*bf16:16", torch.int32: "*i32:16", torch.int64: "*i64:16"}
+    types = {}
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            types[name] = pointers[value.dtype]
+        elif isinstance(value, int):
+            divides = value % 16 == 0 and name not in unspecialised
+            types[name] = "i32:16" if divides else "i32"
+        elif value is not None:
+            types[name] = f"tensordesc<bf16{value.block_shape}>"
+    return types
+
+
+def _compiled(kernel: Any, launch: tuple[Any, ...], config: GemmConfig, capability: Any) -> Any:
+    _, arguments, constants = launch
+    return compiled(
+        kernel,
+        _types(arguments, kernel.do_not_specialize),
+        constants | {name: None for name, value in arguments.items() if value is None},
+        10 * capability[0] + capability[1],
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+M, N, K, WORLD = 1024, 512, 768, 2
+
+
+def _operand(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def _arena(deadline_ns: int = 0) -> Any:
+    return SimpleNamespace(
+        rank=1,
+        num_sms=132,
+        deadline_ns=deadline_ns,
+        done=torch.zeros(1, dtype=torch.int32),
+        report=torch.zeros(1, dtype=torch.int64),
+    )
+
+
+def scatter_launch(config: GemmConfig, layout: str = "NK", deadline_ns: int = 0) -> tuple[Any, ...]:
+    """(programs, arguments, constants) of a call."""
+    from megascale.flux.gemm_reduce_scatter.kernel import _arguments
+
+    arena, pointers = _arena(deadline_ns), torch.zeros(WORLD, dtype=torch.int64)
+    weight = _operand(N, K) if layout == "NK" else _operand(K, N)
+    tensors = (
+        *(_operand(M, K), weight, _operand(N), _operand(M // WORLD, N)),
+        *(pointers, pointers, arena.report),
+    )
+    slot: Any = SimpleNamespace(rank=1, world_size=WORLD)
+    return _arguments(tensors, slot, arena, config, layout, are_aligned=True)  # type: ignore[arg-type]
 
 
 def scatter(config: GemmConfig, capability: tuple[int, int], layout: str = "NK") -> Any:
     from megascale.flux.gemm_reduce_scatter.kernel import gemm_reduce_scatter_kernel
 
-    tma = config.tma and capability >= HOPPER
-    types, constants = _types(config, layout, tma=tma)
-    types |= {"x_ptr": "*bf16:16", "data_ptrs": "*i64:16", "flag_ptrs": "*i64:16"}
-    if tma:
-        types["x_desc"] = f"tensordesc<bf16[{config.block_m},{config.block_k}]>"
-    else:
-        constants["x_desc"] = None
-    return compiled(
-        gemm_reduce_scatter_kernel,
-        types,
-        constants,
-        10 * capability[0] + capability[1],
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+    launch = scatter_launch(config, layout)
+    return _compiled(gemm_reduce_scatter_kernel, launch, config, capability)
+
+
+def gather_launch(
+    config: Any, layout: str = "NK", num_rows: int = M, deadline_ns: int = 0
+) -> tuple[Any, ...]:
+    """(programs, arguments, constants) of a call."""
+    from megascale.flux.all_gather_gemm.kernel import _arguments
+
+    arena, rows = _arena(deadline_ns), -(-num_rows // WORLD)
+    weight = _operand(N, K) if layout == "NK" else _operand(K, N)
+    tensors = (
+        *(_operand(num_rows - rows, K), _operand(WORLD, rows, K), weight, None),
+        *(_operand(num_rows, N), arena.done, arena.done, arena.report),
+    )
+    return _arguments(
+        tensors,
+        arena,
+        config,
+        layout,  # type: ignore[arg-type]
+        num_rows,
+        clear=True,
+        are_aligned=True,
     )
 
 
@@ -82,25 +123,9 @@ def gather(
 ) -> Any:
     from megascale.flux.all_gather_gemm.kernel import all_gather_gemm_kernel
 
-    tma = config.tma and capability >= HOPPER
-    types, constants = _types(config, layout, tma=tma)
-    types |= {"own_ptr": "*bf16:16", "gathered_ptr": "*bf16:16", "flags_ptr": "*i32:16"}
-    types |= {"done_ptr": "*i32:16", "chunk_rows": "i32", "chunks": "i32", "clear": "i32"}
-    constants["STRADDLING"] = straddling
-    if tma:
-        rows = f"tensordesc<bf16[{config.block_m},{config.block_k}]>"
-        out = f"tensordesc<bf16[{config.block_m},{config.block_n}]>"
-        types |= {"own_desc": rows, "gathered_desc": rows, "out_desc": out}
-    else:
-        constants |= {"own_desc": None, "gathered_desc": None, "out_desc": None}
-    return compiled(
-        all_gather_gemm_kernel,
-        types,
-        constants,
-        10 * capability[0] + capability[1],
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+    launch = gather_launch(config, layout, M + 2 if straddling else M)
+    assert launch[2]["STRADDLING"] == straddling
+    return _compiled(all_gather_gemm_kernel, launch, config, capability)
 
 
 def portable(op: str, capability: tuple[int, int], m: int = 8192) -> list[GemmConfig]:
@@ -155,10 +180,65 @@ def test_candidates_compile(op: str, m: int, capability: tuple[int, int], layout
 @pytest.mark.full
 def test_without_descriptors_on_hopper() -> None:
     """Shapes whose rows are no multiple of 16 bytes take this way."""
-    config = GemmConfig(tma=False)
+    config = FusedAllGather(tma=False)
     for kernel in (scatter(config, HOPPER), gather(config, HOPPER, straddling=True)):
         assert "cp.async.bulk" not in kernel.asm["ptx"]
         assert usage(kernel).stack_bytes == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capability", [HOPPER, AMPERE])
+def test_debug_mode_reports_and_traps(capability: tuple[int, int]) -> None:
+    from megascale.flux.all_gather_gemm.kernel import all_gather_gemm_kernel
+    from megascale.flux.gemm_reduce_scatter.kernel import gemm_reduce_scatter_kernel
+
+    config = FusedAllGather(block_n=128, block_k=32, tma=capability >= HOPPER)
+    for kernel, launch in (
+        (all_gather_gemm_kernel, gather_launch(config, deadline_ns=10**9)),
+        (gemm_reduce_scatter_kernel, scatter_launch(config, deadline_ns=10**9)),
+    ):
+        ptx = _compiled(kernel, launch, config, capability).asm["ptx"]
+        assert "%globaltimer" in ptx
+        assert always_precede(ptx, READ_FLAG, r"fence\.sc\.sys", r"trap;")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tma", [True, False])
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
+def test_parameters_are_those_of_the_compiled_kernel(
+    op: str, tma: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the driver's launch lays out: as many and as large as the kernel reads, in its order."""
+    from megascale.flux import kernel_call
+
+    fake = SimpleNamespace(tensor_map=lambda address, *_: address.to_bytes(128, "little"))
+    monkeypatch.setattr(kernel_call, "driver", lambda: fake)
+    config = FusedAllGather(tma=tma, block_n=128)
+    if op == "ag_gemm":
+        launch, kernel = gather_launch(config), gather(config, HOPPER)
+    else:
+        launch, kernel = scatter_launch(config), scatter(config, HOPPER)
+    arguments, signature = launch[1], kernel.src.signature
+    parameters = kernel_call.Parameters(signature, arguments, kernel.metadata.tensordesc_meta)
+    parameters.finish(0)
+    kinds = re.findall(r"\.param (?:\.align \d+ )?\.(\w+)", kernel.asm["ptx"])
+    assert len(parameters.addresses) == len(kinds)
+    tensors = [getattr(v, "base", v) for v in arguments.values() if not isinstance(v, int | None)]
+    parameters.point_at([tensor.data_ptr() for tensor in tensors])
+    found = list(zip(kinds, parameters.addresses, strict=True))
+    for name, value in arguments.items():
+        if signature[name] == "constexpr":
+            continue
+        kind, address = found.pop(0)
+        word, number = ctypes.c_uint64.from_address(address), ctypes.c_int32.from_address(address)
+        if hasattr(value, "base"):  # the tensor map in bytes; its shape and strides follow
+            assert (kind, word.value) == ("b8", value.base.data_ptr()), name
+            del found[:4]
+        elif isinstance(value, torch.Tensor):
+            assert (kind, word.value) == ("u64", value.data_ptr()), name
+        else:
+            assert (kind, number.value) == ("u32", value), name
+    assert [kind for kind, _ in found] == ["u64", "u64"]  # Triton's scratch memories
 
 
 _STORE, _BARRIER, _FLAG = "st.global.v4.b32 [%r1];", "bar.sync 0;", "atom.global.sys.release.exch;"

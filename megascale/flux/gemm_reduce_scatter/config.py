@@ -26,7 +26,8 @@ def num_flags(rows: int, n: int, world_size: int, config: GemmConfig) -> int:
 def candidates(problem: Problem, capability: tuple[int, int] = HOPPER) -> list[FusedReduceScatter]:
     """Configurations worth timing for this problem; the first is the default.
 
-    Those whose tiles are more than the flags of a slot are left out.
+    Those whose tiles are more than the flags of a slot are left out, unless that leaves none: then
+    the call is refused, with these words.
     """
     c, n = problem.rows_a_rank, problem.n
     tiles = [FusedReduceScatter(**asdict(t)) for t in tiles_for(capability, c, n, problem.k)]
