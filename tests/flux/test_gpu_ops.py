@@ -130,7 +130,7 @@ def _gemm_alone(case: Case, given: Inputs, config: Any) -> Tensor:
             config,
             case.layout,
             case.m,
-            last=True,
+            clear=True,
         )
     return out
 

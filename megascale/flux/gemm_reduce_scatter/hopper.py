@@ -10,14 +10,13 @@ Contract
              owner's flag [rank, tile]
   own        while an own tile is multiplied the carrier waits for a peer's flag of that tile,
              clears it and loads what the peer wrote into the free output tile; the consumers add it
-             to their fp32 sums, rank + 1 first, and the carrier stores the result: no barrier, no
-             reduce pass
-  sum        own partial fp32 + received tiles (rounded once, by their senders) in the order
-             rank + 1, rank + 2, ...: the same on every call, so results repeat bit by bit
+             to their fp32 sums, and the carrier stores the result: no barrier, no reduce pass
+  sum        own partial fp32 + received tiles (rounded once, by their senders) in rank order: the
+             same on every call, so results repeat bit by bit
   deadlock   own tiles wait for tiles that peers make before any of their own; those wait for
-             nothing. A program does its remote tiles before its own, so no program of a grid of
-             any size waits for a later one. All ranks' kernels must come to run: nothing that a
-             peer's kernel is queued behind may need this GPU's SMs (`reserved_sms` where it does).
+             nothing. The whole grid is resident (a program an SM at most), so each of those is
+             made. All ranks' kernels must come to run: nothing that a peer's kernel is queued
+             behind may need this GPU's SMs (`reserved_sms` where it does).
 
 The output tile belongs to the consumers until they arrive at `ready`, to the carrier until it
 arrives at `free` (remote) or a received tile is in it (`full`, own).
@@ -238,8 +237,8 @@ def _carry(
             set_flag(flags_ptr + tile)
     for tile in range(grid.first_tile(grid.WORLD - 1), tiles, programs):
         row, column = grid.at(tile)
-        for hop in range(1, grid.WORLD):
-            source = (grid.rank + hop) % grid.WORLD
+        for other in range(grid.WORLD - 1):
+            source = gl.where(other < grid.rank, other, other + 1)
             flag_ptr = own_flags_ptr + source * tiles + tile
             wait_flag(flag_ptr, report_ptr, source, tile, DEADLINE_NS)
             gl.thread_barrier()  # every thread has seen it

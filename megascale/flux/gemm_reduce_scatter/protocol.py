@@ -4,7 +4,7 @@ Contract. Every rank computes all rows of its partial product, a shard of rows (
 the other: rank + 1, rank + 2, ..., and its own shard last. A tile of another destination is stored
 into slab `rank` of the owner's slot [world_size, rows_per_rank, N] and its flag is set there. A
 tile of the own shard is not stored: its epilogue waits for the flags of the same tile of every
-peer, adds the slabs and its own accumulator in rank order in fp32, and writes the result.
+peer, adds the slabs in rank order to its own accumulator in fp32, and writes the result.
 
 - Slab `s` of the slot: written by rank `s` tile by tile, read by the owner's program of the same
   tile, written again by the next use of the slot.
