@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from megascale.errors import FluxError
 from megascale.flux import AllGatherGemm, GemmAllReduce, GemmReduceScatter
+from megascale.flux.deadline import Deadline
 from megascale.flux.problem import own_rows
 from tests.distributed import run_ranks
 
@@ -289,3 +291,26 @@ def test_with_a_deadline_calls_that_differ_are_named() -> None:
     for message in run_ranks(_differing, 2):
         assert message.startswith("flux call 4 differs between ranks: rank 0: gemm_rs m=4 n=5 ")
         assert "; rank 1: gemm_rs m=4 n=6 torch.float32" in message
+
+
+@pytest.mark.parametrize(
+    ("report", "said"),
+    [
+        ([1, 2, 17, 0, 0, 0, 0, 0], "for the flag of tile 17 from rank 2; see its log. The CUDA"),
+        ([1, 1, -1, 0, 0, 0, 0, 0], "for rank 1 in the barrier that begins a call; see its log"),
+    ],
+)
+def test_a_trap_says_which_rank_and_tile_it_waited_for(report: list[int], said: str) -> None:
+    group: Any = SimpleNamespace(group_name="three", size=lambda: 3)
+    deadline = Deadline.__new__(Deadline)
+    vars(deadline).update(_group=group, _deadline_s=2.5, _rank=0, _world_size=3)
+    with (
+        pytest.raises(FluxError, match=f"gemm_rs: rank 0 waited 2.5 s {said}"),
+        deadline.watch("gemm_rs", torch.tensor(report)),
+    ):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+    with (
+        pytest.raises(RuntimeError, match="out of memory"),
+        deadline.watch("gemm_rs", torch.zeros(8, dtype=torch.int64)),
+    ):
+        raise RuntimeError("out of memory")  # nothing was reported: not ours to explain
