@@ -66,9 +66,10 @@ def tiles_for(capability: tuple[int, int], rows: int, n: int, k: int) -> list[Ge
     ]
 
 
-# For up to 64 rows, and for more. 128 x 256 x 64 reached 0.99 to 1.02 of cuBLAS where such tiles
-# fill the device several times; the smaller ones are for shapes that give fewer tiles than SMs. Few
-# rows read the weight once and do little else: deep steps keep many bytes in flight.
+# For up to 64 rows, and for more. On an H200 the Hopper engine's tiles of 128 x 256 reached 0.98 to
+# 1.07 of cuBLAS where they fill the device several times, in groups of 4 or 16 tile rows by shape;
+# those of 128 x 128 are for shapes with few tiles (benchmarks/flux_gemm.py; 256 x 128 never won).
+# Few rows read the weight once and do little else: deep steps keep many bytes in flight.
 _HOPPER = (
     [
         GemmConfig(block_m=64, block_n=128, block_k=128, num_stages=4, num_warps=4),
@@ -76,12 +77,11 @@ _HOPPER = (
         GemmConfig(block_m=16, block_n=128, block_k=128, num_stages=4, num_warps=4),
     ],
     [
-        GemmConfig("hopper"),
-        GemmConfig("hopper", block_m=256, block_n=128),
+        GemmConfig("hopper", group_m=4),
         GemmConfig("hopper", block_n=128, num_stages=5),
+        GemmConfig("hopper", group_m=16),
         GemmConfig(),
         GemmConfig(block_n=128, num_stages=4),
-        GemmConfig(block_m=64, num_stages=4, num_warps=4),
     ],
 )
 # Without descriptors. Chosen by registers and shared memory; their speed is not measured.

@@ -30,7 +30,5 @@ def candidates(problem: Problem, capability: tuple[int, int] = HOPPER) -> list[F
     """Configurations worth timing for this problem; the first is the default."""
     c = problem.rows_a_rank
     tiles = [FusedAllGather(**asdict(t)) for t in tiles_for(capability, c, problem.n, problem.k)]
-    best = tiles[0]
-    more = [replace(best, group_m=16), replace(best, group_m=4)]
-    more += [replace(best, chunks=n) for n in (2, 4) if c >= n * _CHUNK_ROWS]
-    return tiles + more
+    chunked = [replace(tiles[0], chunks=n) for n in (2, 4) if c >= n * _CHUNK_ROWS]
+    return tiles + chunked

@@ -5,7 +5,7 @@ The communication tile is the GEMM's tile: it travels from the epilogue that mad
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from megascale.flux.arena import NUM_FLAGS
 from megascale.flux.gemm_config import HOPPER, GemmConfig, tiles_for
@@ -31,5 +31,4 @@ def candidates(problem: Problem, capability: tuple[int, int] = HOPPER) -> list[F
     """
     c, n = problem.rows_a_rank, problem.n
     tiles = [FusedReduceScatter(**asdict(t)) for t in tiles_for(capability, c, n, problem.k)]
-    tiles += [replace(tiles[0], group_m=16), replace(tiles[0], group_m=4)]
     return [t for t in tiles if num_flags(c, n, problem.world_size, t) <= NUM_FLAGS] or tiles[:1]
