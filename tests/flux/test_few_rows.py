@@ -45,7 +45,6 @@ FEW = [
     Case(3, 72, 32, splits=4, bias=True, layout="KN", dtype=torch.bfloat16),  # splits without work
 ]
 MANY = [
-    *FEW,
     Case(17, 200, 104, num_sms=2, bias=True),
     Case(2, 64, 136, splits=2, num_sms=2),
     Case(6, 136, 64, in_band=False, layout="KN", bias=True),
@@ -87,6 +86,7 @@ def _sums(rank: int, world_size: int, cases: list[Case], scatter: bool) -> list[
     from megascale.flux.gemm_reduce_scatter.few_rows import gemm_reduce_scatter
 
     arena, bits = _arena(), []
+    times = 2 if world_size < 3 else 1
     for seed, case in enumerate(cases):
         arena._num_sms = case.num_sms
         x = [_random(10 * seed + r, case.m, case.k, dtype=case.dtype) for r in range(world_size)]
@@ -95,7 +95,7 @@ def _sums(rank: int, world_size: int, cases: list[Case], scatter: bool) -> list[
         wanted = sum(a.double() @ b.double().t() for a, b in zip(x, w, strict=True))
         assert isinstance(wanted, Tensor)
         form = gemm_reduce_scatter if scatter else gemm_all_reduce
-        for _again in range(2):
+        for _again in range(times):
             with nullcontext() if case.in_band else _by_flags():
                 y = form(
                     x[rank], _stored(w[rank], case.layout), bias, arena,
@@ -106,9 +106,9 @@ def _sums(rank: int, world_size: int, cases: list[Case], scatter: bool) -> list[
             first, end = own_rows(case.m, rank, world_size) if scatter else (0, case.m)
             with_bias = wanted if bias is None else wanted + bias.double()
             _near(y, with_bias[first:end], magnitude=case.k**0.5)
-        assert not bits or bits[-1] == bits[-2], case
+        assert scatter or times == 1 or bits[-1] == bits[-2], case
     if world_size > 1:
-        assert arena.turns == 2 * len(cases)
+        assert arena.turns == times * len(cases)
     return bits
 
 

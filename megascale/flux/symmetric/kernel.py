@@ -43,11 +43,18 @@ def clock(DEADLINE_NS: tl.constexpr):
 
 
 @triton.jit
+def elapsed(block, start):
+    """Nanoseconds since `start`, the same for all threads that hold a part of the block: what they
+    do next may need all of them."""
+    return tl.max(block.to(tl.int64) * 0 + (nanoseconds() - start))
+
+
+@triton.jit
 def expire(come, start, report_ptr, source, tile, DEADLINE_NS: tl.constexpr) -> None:
     """Give up where a wait for words in band is over its deadline; nothing without one."""
     if DEADLINE_NS > 0 and not INTERPRETED:
-        over = nanoseconds() - start > DEADLINE_NS
-        if over and (tl.min(come.to(tl.int32)) == 0):
+        late = (elapsed(come, start) > DEADLINE_NS) & (tl.min(come.to(tl.int32)) == 0)
+        if late:
             give_up(report_ptr, source, tile)
 
 
@@ -71,7 +78,7 @@ def poll(
         start = nanoseconds()
         while tl.min(values, 0) == 0:
             values = read_flag(ptrs)
-            if nanoseconds() - start > DEADLINE_NS:
+            if elapsed(values, start) > DEADLINE_NS:
                 missing = values == 0
                 late = tl.max(tl.where(missing, source, -1), 0)
                 give_up(report_ptr, late, tl.max(tl.where(missing & (source == late), tile, -1), 0))
