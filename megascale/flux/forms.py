@@ -68,7 +68,7 @@ FORMS: dict[str, dict[str, Place]] = {
         "two_shot": Place("torch_symm", "two_shot"),
         "plain": Place(f"{_AR}.plain", _AR),
         "chunked": Place(f"{_AR}.chunked", _AR),
-        "fused": Place(f"{_AR}.launch", _AR),
+        "fused": Place(f"{_AR}.launch", _AR, f"{_RS}.config", by_device=True),
         "few_rows": Place(f"{_AR}.few_rows", _AR, *_FEW_ROWS),
     },
     "all_gather": {
