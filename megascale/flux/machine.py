@@ -129,7 +129,7 @@ def why_not_fused(group: dist.ProcessGroup, device: torch.device) -> str | None:
     Collective over the group at its first call, then remembered. All ranks get the same answer.
     """
     if device.type != "cuda":  # nothing to exchange: this rank cannot, whatever its peers have
-        return f"x is on {device}; the kernels need CUDA devices"
+        return f"this rank computes on {device}; the kernels need CUDA devices"
     found = _verdicts.get(group.group_name)
     if found is None or found[0] is not group:
         ranks: list[RankFacts] = [RankFacts("")] * group.size()

@@ -80,9 +80,8 @@ class _Operator:
         cache: str | None = None,
     ) -> None:
         _check_group(group)
-        settings = Settings(mode, tune, spin, reserve_sms, deadline_s, cache)
+        self.settings = settings = Settings(mode, tune, spin, reserve_sms, deadline_s, cache)
         self.group = group
-        self.mode = mode
         self.world_size = 1 if group is None else group.size()
         self.rank = 0 if group is None else dist.get_rank(group)
         self._selection: Selection | None = None
@@ -95,7 +94,7 @@ class _Operator:
             library.register(self._key, self)
 
     def __repr__(self) -> str:
-        return f'{type(self).__name__}({self.world_size} ranks, mode "{self.mode}")'
+        return f'{type(self).__name__}({self.world_size} ranks, mode "{self.settings.mode}")'
 
     def _execute(self, call: Call) -> Any:
         """Check, choose and run."""

@@ -93,7 +93,10 @@ def test_a_cpu_needs_no_exchange() -> None:
         group_name = "nobody"
 
     group: Any = Nobody()
-    assert why_not_fused(group, torch.device("cpu")) == "x is on cpu; the kernels need CUDA devices"
+    assert (
+        why_not_fused(group, torch.device("cpu"))
+        == "this rank computes on cpu; the kernels need CUDA devices"
+    )
 
 
 # ---------------------------------------------------------------- parallelism.flux

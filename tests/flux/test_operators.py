@@ -247,7 +247,7 @@ def _forms(rank: int, world_size: int) -> tuple[list[str], list[str]]:
 
 def test_on_cpu_auto_takes_the_reference_and_says_so_once_and_others_raise() -> None:
     (lines, raised), (quiet, also) = run_ranks(_forms, 2)
-    why = "x is on cpu; the kernels need CUDA devices"
+    why = "this rank computes on cpu; the kernels need CUDA devices"
     assert lines == [f"flux operators take the reference form: {why}"]
     assert quiet == []
     assert raised == also
