@@ -31,6 +31,7 @@ SHAPES = [  # m, n, k
     (2048, 1024, 512),
 ]
 LIMIT = 6e-3  # of bf16, relative
+IN_BAND = ("plain", "few_rows")  # data travels in the flag words, which a warm-up cannot preset
 
 
 def _data(*shape: int) -> Tensor:
@@ -67,7 +68,7 @@ def test_values(op: str, name: str, world: int) -> None:
             for config in _one_an_engine(found):
                 options = {} if config is None else {"config": config}
                 try:
-                    error = _check(op, forms(op)[name], world, (m, n, k), layout, options)
+                    error = _check(op, name, forms(op)[name], world, (m, n, k), layout, options)
                 except (RuntimeError, AssertionError, ValueError, TypeError) as caught:
                     if "CUDA" in str(caught) or "cuda" in str(caught):
                         raise
@@ -87,7 +88,13 @@ def _one_an_engine(found: list[Any]) -> list[Any]:
 
 
 def _check(
-    op: str, form: Any, world: int, shape: tuple[int, int, int], layout: str, options: Any
+    op: str,
+    name: str,
+    form: Any,
+    world: int,
+    shape: tuple[int, int, int],
+    layout: str,
+    options: Any,
 ) -> str:
     """Empty, or what was wrong."""
     m, n, k = shape
@@ -119,7 +126,8 @@ def _check(
         total = total + bias.float()
         wanted = [total[_rows(m, world, r)] if op == "gemm_rs" else total for r in range(world)]
     first: list[Tensor] = []
-    warm_up(arenas, call)
+    if op == "ag_gemm" or name not in IN_BAND:
+        warm_up(arenas, call)
     for turn in range(4):
         found = on_all(arenas, call)
         for rank, (y, right) in enumerate(zip(found, wanted, strict=True)):

@@ -73,7 +73,8 @@ def virtual_arenas(world_size: int, capacity: int, deadline_s: float = 10.0) -> 
         [torch.zeros(NUM_FLAGS, dtype=torch.int32, device=device) for _ in range(world_size)]
         for _ in range(NUM_SLOTS)
     ]
-    sms = torch.cuda.get_device_properties(device).multi_processor_count // world_size
+    # On one device copies are kernels too: some SMs stay free for them.
+    sms = torch.cuda.get_device_properties(device).multi_processor_count // world_size - 2
     arenas = []
     for rank in range(world_size):
         slots = [Slot(rank, d, f, device) for d, f in zip(data, flags, strict=True)]
