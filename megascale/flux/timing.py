@@ -92,7 +92,7 @@ class HostTimer:
 class EagerTimer:
     """Bursts of eager calls between two events of the current stream."""
 
-    LEAD_CYCLES = 600_000  # of the sleep: 0.3 ms at 1.98 GHz, more than it takes to launch a call
+    LEAD_CYCLES = 1_200_000  # of the sleep: 0.6 ms at 1.98 GHz, more than it takes to launch a call
 
     def __init__(
         self, group: dist.ProcessGroup | None, burst_ms: float = 4.0, most_calls: int = 50
