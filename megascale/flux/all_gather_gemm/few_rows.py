@@ -13,19 +13,27 @@ columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from megascale.flux.few_rows.config import FewRows, candidates
-from megascale.flux.few_rows.launch import Plan, default_config, launch, plan_of, tickets_of
+from megascale.flux.few_rows.launch import (
+    Call,
+    Launch,
+    call_of,
+    default_config,
+    plan_of,
+    tickets_of,
+)
 from megascale.flux.problem import Layout
 from megascale.flux.ranks import gemm
-from megascale.flux.symmetric.one_shot.launch import pointers
 from megascale.flux.tiles import ceil_div, rows_per_rank
 
 if TYPE_CHECKING:
-    from megascale.flux.arena import Arena, Slot
+    from megascale.flux.arena import Arena
 
 __all__ = ["FewRows", "all_gather_gemm", "candidates"]
 
@@ -54,53 +62,46 @@ def all_gather_gemm(
     if world_size == 1 or m == 0:
         products = [gemm(x_tK, w, b, layout=layout) for w, b in zip(weights, biases, strict=True)]
         return products, x_tK if gathered else None
-    columns = [w.shape[0 if layout == "NK" else 1] for w in weights]
-    if config is None:
-        config = default_config("ag_gemm", m, sum(columns), k, arena, x_tK.dtype)
-    plans = [plan_of(config, m, n, k, layout) for n in columns]
+    columns = tuple(w.shape[0 if layout == "NK" else 1] for w in weights)
+    calls = []
+    for i, bias in enumerate(biases):
+        which = (i, bias is not None)
+        key = ("gather", m, columns, k, x_tK.dtype, layout, config, which)
+        make = partial(_prepare, arena, m, columns, k, x_tK.dtype, layout, config, which)
+        calls.append(call_of(arena, key, make))
     outputs = [x_tK.new_empty(m, n) for n in columns]
-    row_bytes = _padded(world_size * rows_per_rank(m, world_size) * k * x_tK.element_size())
-    with arena.turn(row_bytes + max(plan.partial_bytes for plan in plans)) as slot:
-        for i, plan in enumerate(plans):
-            _launch(
-                x_tK, weights[i], biases[i], outputs[i], arena, slot, m, plan, row_bytes, i == 0
-            )
+    with arena.turn(max(call.num_bytes for call in calls)) as slot:
+        for call, weight, bias, y_TN in zip(calls, weights, biases, outputs, strict=True):
+            call.launch(
+                x_tK, weight, bias, y_TN, slot.data_ptrs, slot.flag_ptrs, call.tickets,
+                arena.done, arena.report,
+            )  # fmt: skip
         return outputs, slot.view(arena.rank, (m, k), x_tK.dtype) if gathered else None
 
 
-def _padded(num_bytes: int) -> int:
-    return ceil_div(num_bytes, 64) * 64
-
-
-def _launch(
-    x_tK: Tensor,
-    weight: Tensor,
-    bias_N: Tensor | None,
-    y_TN: Tensor,
+def _prepare(
     arena: Arena,
-    slot: Slot,
     m: int,
-    plan: Plan,
-    row_bytes: int,
-    gather: bool,
-) -> None:
+    columns: tuple[int, ...],
+    k: int,
+    dtype: torch.dtype,
+    layout: Layout,
+    config: FewRows | None,
+    which: tuple[int, bool],
+) -> Call:
+    """The call of weight number which[0], with a bias or without."""
     from megascale.flux.few_rows.kernel import gather_gemm_kernel
 
-    world_size, k, n = arena.world_size, x_tK.shape[1], y_TN.shape[1]
+    (number, has_bias), world_size = which, arena.world_size
+    config = config or default_config("ag_gemm", m, sum(columns), k, arena, dtype)
+    plan = plan_of(config, m, columns[number], k, layout)
     share = rows_per_rank(m, world_size) * k
+    row_bytes = ceil_div(world_size * share * dtype.itemsize, 64) * 64
     blocks = ceil_div(share, _BLOCK_X)
     pushers = min(blocks, _MAX_PUSHERS, arena.num_sms)
-    arguments = {
-        "x_ptr": x_tK,
-        "w_ptr": weight,
-        "bias_ptr": bias_N,
-        "y_ptr": y_TN,
-        **pointers(slot),
-        "tickets_ptr": tickets_of(arena),
-        "done_ptr": arena.done,
-        "report_ptr": arena.report,
+    integers = {
         "rows": m,
-        "columns": n,
+        "columns": columns[number],
         "k": k,
         "share": share,
         "total": m * k,
@@ -113,12 +114,13 @@ def _launch(
     constants = {
         "RANK": arena.rank,
         "WORLD": world_size,
-        "GATHER": gather,
-        "HAS_BIAS": bias_N is not None,
+        "GATHER": number == 0,
+        "HAS_BIAS": has_bias,
         "BLOCK_X": _BLOCK_X,
         "BLOCK_W": 1 << (world_size - 1).bit_length(),
         "BLOCK_F": min(256, 1 << (world_size * pushers - 1).bit_length()),
         "PREFETCH_K": plan.config.prefetch_k,
         "DEADLINE_NS": arena.deadline_ns,
     }
-    launch(gather_gemm_kernel, plan, arena, m, pushers, arguments, constants)
+    launch = Launch(gather_gemm_kernel, plan, arena, m, pushers, integers, constants)
+    return Call(launch, m, row_bytes + plan.partial_bytes, tickets_of(arena))

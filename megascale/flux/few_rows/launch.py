@@ -5,6 +5,7 @@ Legend: W ranks, m rows of all, N columns, K reduction.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from megascale.errors import FluxError
 from megascale.flux.few_rows.config import FewRows, block_m_of, candidates, programs_an_sm
 from megascale.flux.gemm_config import capability_of
 from megascale.flux.problem import Layout, Op, Problem
+from megascale.flux.symmetric.prepared import Prepared
 from megascale.flux.tiles import ceil_div
 
 if TYPE_CHECKING:
@@ -66,7 +68,6 @@ class Plan:
         }
 
 
-@cache
 def plan_of(config: FewRows, m: int, n: int, k: int, layout: Layout) -> Plan:
     """The tiles of [m, k] times a weight of n columns."""
     block_m = block_m_of(m)
@@ -88,15 +89,9 @@ def plan_of(config: FewRows, m: int, n: int, k: int, layout: Layout) -> Plan:
 
 
 def default_config(op: Op, m: int, n: int, k: int, arena: Arena, dtype: torch.dtype) -> FewRows:
-    """The first of `candidates`, kept."""
-    key = (op, m, n, k, arena.world_size, arena.device)
-    if key not in _defaults:
-        problem = Problem(op, m, n, k, arena.world_size, dtype, "NK")
-        _defaults[key] = candidates(problem, capability_of(arena.device))[0]
-    return _defaults[key]
-
-
-_defaults: dict[tuple[Op, int, int, int, int, torch.device], FewRows] = {}
+    """The first of `candidates`."""
+    problem = Problem(op, m, n, k, arena.world_size, dtype, "NK")
+    return candidates(problem, capability_of(arena.device))[0]
 
 
 def tickets_of(arena: Arena) -> Tensor:
@@ -113,68 +108,106 @@ def tickets_of(arena: Arena) -> Tensor:
     return found
 
 
-def launch(
-    kernel: Any,
-    plan: Plan,
-    arena: Arena,
-    m: int,
-    least_programs: int,
-    arguments: dict[str, Any],
-    constants: dict[str, Any],
-) -> None:
-    """Launch with as many programs as there are works, at most as many as run at once.
+class Launch:
+    """The launch of a kernel of this form for one problem: the part of a call that is always equal.
 
-    least_programs  what the rest of the protocol needs, at most the number of SMs
-    In the interpreter: phase after phase, since programs run one after another there.
+    integers, constants  of the kernel, without those of the plan
+    least_programs       what the rest of the protocol needs, at most the number of SMs
     """
-    from megascale.flux import kernel_call
 
-    constants |= plan.constants
-    phases = [name for name in ("PUSH", "MULTIPLY", "COLLECT") if name in kernel.arg_names]
-    if _interpreted():
-        room = arena.num_sms * programs_an_sm(plan.config, m, (8, 0))
-        programs = max(min(plan.works, room), least_programs)
-        for now in phases:
-            one = {phase: phase == now for phase in phases}
-            kernel_call.launch(kernel, programs, arguments, {**constants, **one})
-        return
-    constants |= dict.fromkeys(phases, True)
-    key = (kernel, plan, m, arena.device, *constants.values())
-    at_once = _programs.get(key)
-    if at_once is None:
-        at_once = _programs[key] = _at_once(kernel, plan, arena, m, arguments, constants)
-    programs = max(min(plan.works, arena.num_sms * at_once), least_programs)
-    kernel_call.launch(kernel, programs, arguments, constants)
+    def __init__(
+        self,
+        kernel: Any,
+        plan: Plan,
+        arena: Arena,
+        m: int,
+        least_programs: int,
+        integers: dict[str, int],
+        constants: dict[str, Any],
+    ) -> None:
+        self._kernel, self._plan, self._m = kernel, plan, m
+        self._device, self._num_sms = arena.device, arena.num_sms
+        self._least_programs = least_programs
+        self._integers = integers
+        self._constants = {**constants, **plan.constants}
+        self._phases: list[Prepared] = []
 
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """With the kernel's tensors in its order."""
+        if not self._phases:
+            self._phases = self._prepare(tensors)
+        for phase in self._phases:
+            phase.launch(*tensors)
 
-def _at_once(
-    kernel: Any,
-    plan: Plan,
-    arena: Arena,
-    m: int,
-    arguments: dict[str, Any],
-    constants: dict[str, Any],
-) -> int:
-    """Programs that an SM holds: by the arithmetic and by the shared memory of what was compiled (1
-    KB of each block is the driver's).
+    def _prepare(self, tensors: tuple[Tensor | None, ...]) -> list[Prepared]:
+        """One launch with as many programs as there are works, at most as many as run at once.
 
-    Registers need no question: 255 a thread are the most, and `programs_an_sm` counts on that.
-    """
-    compiled = kernel.warmup(grid=(1,), **arguments, **constants)
-    there = torch.cuda.get_device_properties(arena.device).shared_memory_per_multiprocessor
-    capability = capability_of(arena.device)
-    found = min(
-        programs_an_sm(plan.config, m, capability), there // (compiled.metadata.shared + 1024)
-    )
-    if found < 1:
-        raise FluxError(
-            f"{plan.config} with {m} rows does not fit on an SM of capability {capability}; give a "
-            "smaller block_n, block_k or num_stages"
+        In the interpreter, phase after phase: programs run one after another there.
+        """
+        names = self._kernel.arg_names
+        phases = [name for name in ("PUSH", "MULTIPLY", "COLLECT") if name in names]
+        if _interpreted():
+            at_once = programs_an_sm(self._plan.config, self._m, (8, 0))
+            launches = [{phase: phase == now for phase in phases} for now in phases]
+        else:
+            launches = [dict.fromkeys(phases, True)]
+            arguments = {**dict(zip(names, tensors, strict=False)), **self._integers}
+            at_once = self._at_once(arguments, {**self._constants, **launches[0]})
+        programs = max(min(self._plan.works, self._num_sms * at_once), self._least_programs)
+        return [
+            Prepared(self._kernel, programs, self._integers, {**self._constants, **phase})
+            for phase in launches
+        ]
+
+    def _at_once(self, arguments: dict[str, Any], constants: dict[str, Any]) -> int:
+        """Programs that an SM holds: by the arithmetic and by the shared memory of what was
+        compiled (1 KB of each block is the driver's).
+
+        Registers need no question: 255 a thread are the most, and `programs_an_sm` counts on that.
+        """
+        compiled = self._kernel.warmup(grid=(1,), **arguments, **constants)
+        there = torch.cuda.get_device_properties(self._device).shared_memory_per_multiprocessor
+        capability = capability_of(self._device)
+        found = min(
+            programs_an_sm(self._plan.config, self._m, capability),
+            there // (compiled.metadata.shared + 1024),
         )
-    return int(found)
+        if found < 1:
+            raise FluxError(
+                f"{self._plan.config} with {self._m} rows does not fit on an SM of capability "
+                f"{capability}; give a smaller block_n, block_k or num_stages"
+            )
+        return int(found)
 
 
-_programs: dict[tuple[Any, ...], int] = {}  # that run on an SM at once, by kernel and constants
+@dataclass(frozen=True)
+class Call:
+    """What calls of one problem share.
+
+    num_rows   of the result on this rank
+    num_bytes  of the turn
+    """
+
+    launch: Launch
+    num_rows: int
+    num_bytes: int
+    tickets: Tensor
+
+
+def call_of(arena: Arena, key: tuple[Any, ...], make: Callable[[], Call]) -> Call:
+    """The call of this arena under `key`, prepared once; the key says all that it depends on."""
+    calls = _calls.setdefault(arena, {})
+    key = (*key, arena.deadline_ns, arena.num_sms)
+    found = calls.get(key)
+    if found is None:
+        if len(calls) == _MAX_CALLS:
+            calls.clear()
+        found = calls[key] = make()
+    return found
+
+
+_MAX_CALLS = 4096  # a program with more shapes than that prepares again
+_calls: WeakKeyDictionary[Arena, dict[tuple[Any, ...], Call]] = WeakKeyDictionary()
 
 
 @cache

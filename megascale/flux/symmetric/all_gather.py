@@ -17,7 +17,8 @@ D columns.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ from megascale.errors import FluxError
 from megascale.flux.problem import own_rows
 from megascale.flux.symmetric import sizes
 from megascale.flux.symmetric.launch import wait_flags
-from megascale.flux.symmetric.one_shot.launch import block_w, pointers
+from megascale.flux.symmetric.one_shot.launch import block_w, key_of
+from megascale.flux.symmetric.prepared import Prepared
 from megascale.flux.tiles import rows_per_rank
 
 if TYPE_CHECKING:
@@ -140,30 +142,46 @@ def _receive_copies(x_tD: Tensor, arena: Arena, slot: Slot, num_rows: int) -> Te
 
 
 def _by_kernel(x_tD: Tensor, arena: Arena, slot: Slot, num_rows: int, *, in_band: bool) -> Tensor:
-    from megascale.flux.kernel_call import launch
+    x, share, total = _as_integers(x_tD, num_rows, arena.world_size)
+    if in_band:
+        x_TD = x_tD.new_empty(num_rows, x_tD.shape[1])
+        pieces = sizes.in_band_pieces(share, 8)
+        prepared = _prepare(x.dtype, total, share, pieces, in_band, *key_of(arena))
+        prepared.launch(x, x_TD.view(torch.int32), slot.flag_ptrs, arena.report)
+        return x_TD
+    flag_words = slot.flags[arena.rank].numel()
+    pieces = sizes.flag_pieces(share, x.element_size(), arena.world_size, flag_words)
+    prepared = _prepare(x.dtype, total, share, pieces, in_band, *key_of(arena))
+    prepared.launch(x, slot.data_ptrs, slot.flag_ptrs, arena.report)
+    return slot.view(arena.rank, (num_rows, x_tD.shape[1]), x_tD.dtype)
+
+
+@lru_cache(maxsize=1024)
+def _prepare(
+    _dtype: torch.dtype,
+    total: int,
+    share: int,
+    pieces: sizes.Pieces,
+    in_band: bool,
+    rank: int,
+    world_size: int,
+    deadline_ns: int,
+    _device: torch.device,
+) -> Prepared:
     from megascale.flux.symmetric.gather.kernel import (
         gather_by_flags_kernel,
         gather_in_band_kernel,
     )
 
-    x, share, total = _as_integers(x_tD, num_rows, arena.world_size)
-    constants = {"RANK": arena.rank, "WORLD": arena.world_size, "DEADLINE_NS": arena.deadline_ns}
-    sizes_of = {"share": share, "total": total}
+    integers = {"share": share, "total": total}
+    constants: dict[str, Any] = {"RANK": rank, "WORLD": world_size, "DEADLINE_NS": deadline_ns}
+    constants |= pieces.options
     if in_band:
-        x_TD = x_tD.new_empty(num_rows, x_tD.shape[1])
-        pieces = sizes.in_band_pieces(share, 8)
-        tensors = {"x_ptr": x, "y_ptr": x_TD.view(torch.int32), "flag_ptrs": slot.flag_ptrs}
-        arguments = {**tensors, "report_ptr": arena.report, **sizes_of}
-        arguments["part"] = sizes.padded(share)
-        launch(gather_in_band_kernel, pieces.programs, arguments, {**constants, **pieces.options})
-        return x_TD
-    flag_words = slot.flags[arena.rank].numel()
-    pieces = sizes.flag_pieces(share, x.element_size(), arena.world_size, flag_words)
-    arguments = {"x_ptr": x, **pointers(slot), "report_ptr": arena.report, **sizes_of}
-    arguments["blocks_a_program"] = pieces.rounds * pieces.blocks
-    constants |= {"BLOCK_W": block_w(arena.world_size), **pieces.options}
-    launch(gather_by_flags_kernel, pieces.programs, arguments, constants)
-    return slot.view(arena.rank, (num_rows, x_tD.shape[1]), x_tD.dtype)
+        integers["part"] = sizes.padded(share)
+        return Prepared(gather_in_band_kernel, pieces.programs, integers, constants)
+    constants["BLOCK_W"] = block_w(world_size)
+    integers["blocks_a_program"] = pieces.rounds * pieces.blocks
+    return Prepared(gather_by_flags_kernel, pieces.programs, integers, constants)
 
 
 def _as_integers(x_tD: Tensor, num_rows: int, world_size: int) -> tuple[Tensor, int, int]:

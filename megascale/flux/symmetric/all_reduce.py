@@ -13,17 +13,20 @@ Legend: T rows, the same on all ranks; D columns.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
 
 from megascale.flux.symmetric import sizes
 from megascale.flux.symmetric.one_shot.launch import (
     block_w,
     check_summable,
-    pointers,
+    key_of,
     sum_over_ranks,
 )
+from megascale.flux.symmetric.prepared import Prepared
 
 if TYPE_CHECKING:
     from megascale.flux.arena import Arena
@@ -53,12 +56,6 @@ def all_reduce(x_TD: Tensor, arena: Arena, form: Form | None = None) -> Tensor:
 
 
 def _two_shot(x_TD: Tensor, y_TD: Tensor, arena: Arena) -> None:
-    from megascale.flux.kernel_call import launch
-    from megascale.flux.symmetric.two_shot.kernel import (
-        two_shot_by_flags_kernel,
-        two_shot_in_band_kernel,
-    )
-
     world_size, total, size = arena.world_size, x_TD.numel(), x_TD.element_size()
     share = sizes.padded(
         -(-total // world_size)
@@ -66,17 +63,40 @@ def _two_shot(x_TD: Tensor, y_TD: Tensor, arena: Arena) -> None:
     lanes = 2 * (world_size - 1)
     with arena.turn(lanes * share * size) as slot:
         flag_words = slot.flags[arena.rank].numel()
-        constants = {"RANK": arena.rank, "WORLD": world_size, "DEADLINE_NS": arena.deadline_ns}
-        sizes_of = {"share": share, "total": total, "part": share}
-        if sizes.fits_in_band(share, size, lanes, flag_words):
+        in_band = sizes.fits_in_band(share, size, lanes, flag_words)
+        if in_band:
             pieces = sizes.in_band_pieces(share, size)
-            tensors = {"x_ptr": x_TD, "y_ptr": y_TD, "flag_ptrs": slot.flag_ptrs}
-            arguments = {**tensors, "report_ptr": arena.report, **sizes_of}
-            constants |= pieces.options
-            launch(two_shot_in_band_kernel, pieces.programs, arguments, constants)
-            return
-        pieces = sizes.flag_pieces(share, size, 2 * world_size, flag_words)
-        tensors = {"x_ptr": x_TD, "y_ptr": y_TD, **pointers(slot), "report_ptr": arena.report}
-        arguments = {**tensors, **sizes_of, **pieces.rounds_of}
-        constants |= {"BLOCK_W": block_w(world_size), **pieces.options}
-        launch(two_shot_by_flags_kernel, pieces.programs, arguments, constants)
+        else:
+            pieces = sizes.flag_pieces(share, size, 2 * world_size, flag_words)
+        prepared = _prepare(x_TD.dtype, total, share, pieces, in_band, *key_of(arena))
+        if in_band:
+            prepared.launch(x_TD, y_TD, slot.flag_ptrs, arena.report)
+        else:
+            prepared.launch(x_TD, y_TD, slot.data_ptrs, slot.flag_ptrs, arena.report)
+
+
+@lru_cache(maxsize=1024)
+def _prepare(
+    _dtype: torch.dtype,
+    total: int,
+    share: int,
+    pieces: sizes.Pieces,
+    in_band: bool,
+    rank: int,
+    world_size: int,
+    deadline_ns: int,
+    _device: torch.device,
+) -> Prepared:
+    from megascale.flux.symmetric.two_shot.kernel import (
+        two_shot_by_flags_kernel,
+        two_shot_in_band_kernel,
+    )
+
+    integers = {"share": share, "total": total, "part": share}
+    constants: dict[str, Any] = {"RANK": rank, "WORLD": world_size, "DEADLINE_NS": deadline_ns}
+    constants |= pieces.options
+    if in_band:
+        return Prepared(two_shot_in_band_kernel, pieces.programs, integers, constants)
+    constants["BLOCK_W"] = block_w(world_size)
+    integers |= pieces.rounds_of
+    return Prepared(two_shot_by_flags_kernel, pieces.programs, integers, constants)

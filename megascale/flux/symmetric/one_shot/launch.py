@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megascale.errors import FluxError
 from megascale.flux.symmetric import sizes
+from megascale.flux.symmetric.prepared import Prepared
 
 if TYPE_CHECKING:
-    from megascale.flux.arena import Arena, Slot
+    from megascale.flux.arena import Arena
 
 SUMMABLE = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -38,33 +40,46 @@ def sum_over_ranks(x: Tensor, y: Tensor, share: int, arena: Arena, *, scatter: b
     share    elements of a rank's share; x.numel() without `scatter`
     scatter  rank r's share begins at element r * share; without, every share is all of x
     """
-    from megascale.flux.kernel_call import launch
+    world_size, size = arena.world_size, x.element_size()
+    with arena.turn((world_size - 1) * sizes.padded(share) * size) as slot:
+        flag_words = slot.flags[arena.rank].numel()
+        in_band = sizes.fits_in_band(share, size, world_size - 1, flag_words)
+        if in_band:
+            pieces = sizes.in_band_pieces(share, size)
+        else:
+            pieces = sizes.flag_pieces(share, size, world_size, flag_words)
+        prepared = _prepare(x.dtype, x.numel(), share, pieces, in_band, scatter, *key_of(arena))
+        if in_band:
+            prepared.launch(x, y, slot.flag_ptrs, arena.report)
+        else:
+            prepared.launch(x, y, slot.data_ptrs, slot.flag_ptrs, arena.report)
+
+
+def key_of(arena: Arena) -> tuple[int, int, int, torch.device]:
+    """What of an arena a launch depends on: rank, world size, deadline, device."""
+    return arena.rank, arena.world_size, arena.deadline_ns, arena.device
+
+
+@lru_cache(maxsize=1024)
+def _prepare(
+    _dtype: torch.dtype,
+    total: int,
+    share: int,
+    pieces: sizes.Pieces,
+    in_band: bool,
+    scatter: bool,
+    rank: int,
+    world_size: int,
+    deadline_ns: int,
+    _device: torch.device,
+) -> Prepared:
     from megascale.flux.symmetric.one_shot.kernel import sum_by_flags_kernel, sum_in_band_kernel
 
-    world_size, size = arena.world_size, x.element_size()
-    part = sizes.padded(share)
-    with arena.turn((world_size - 1) * part * size) as slot:
-        flag_words = slot.flags[arena.rank].numel()
-        constants = {
-            "RANK": arena.rank,
-            "WORLD": world_size,
-            "SCATTER": scatter,
-            "DEADLINE_NS": arena.deadline_ns,
-        }
-        sizes_of = {"share": share, "total": x.numel(), "part": part}
-        if sizes.fits_in_band(share, size, world_size - 1, flag_words):
-            pieces = sizes.in_band_pieces(share, size)
-            tensors = {"x_ptr": x, "y_ptr": y, "flag_ptrs": slot.flag_ptrs}
-            arguments = {**tensors, "report_ptr": arena.report, **sizes_of}
-            launch(sum_in_band_kernel, pieces.programs, arguments, {**constants, **pieces.options})
-            return
-        pieces = sizes.flag_pieces(share, size, world_size, flag_words)
-        tensors = {"x_ptr": x, "y_ptr": y, **pointers(slot), "report_ptr": arena.report}
-        arguments = {**tensors, **sizes_of, **pieces.rounds_of}
-        constants |= {"BLOCK_W": block_w(world_size), **pieces.options}
-        launch(sum_by_flags_kernel, pieces.programs, arguments, constants)
-
-
-def pointers(slot: Slot) -> dict[str, Tensor]:
-    """The addresses of all ranks' memory, as kernels name them."""
-    return {"data_ptrs": slot.data_ptrs, "flag_ptrs": slot.flag_ptrs}
+    integers = {"share": share, "total": total, "part": sizes.padded(share)}
+    constants: dict[str, Any] = {"RANK": rank, "WORLD": world_size, "SCATTER": scatter}
+    constants |= {"DEADLINE_NS": deadline_ns, **pieces.options}
+    if in_band:
+        return Prepared(sum_in_band_kernel, pieces.programs, integers, constants)
+    constants["BLOCK_W"] = block_w(world_size)
+    integers |= pieces.rounds_of
+    return Prepared(sum_by_flags_kernel, pieces.programs, integers, constants)
