@@ -1,31 +1,35 @@
 """What the chunked forms share: cutting and grouping of blocks, two lanes of GEMMs, waits, sends.
 
-A chunked operator has three streams. The current stream and a second one (the *lanes*) hold GEMMs,
-so that the last wave of one GEMM, which fills only a part of the device, runs beside the first wave
-of the next. The arena's copy stream holds transfers, which use copy engines and no SM.
+A chunked operator has up to three streams. The current stream and, where asked for, a second one
+(the *lanes*) hold GEMMs, so that the last wave of one GEMM, which fills only a part of the device,
+runs beside the first wave of the next. The arena's copy stream holds transfers, which use copy
+engines and no SM. Every fork and join is an event: a call can be captured into a graph. Everything
+is joined before a form returns, so temporaries of the current stream need no `record_stream`.
 
-Every fork and join is an event: a call can be captured into a graph. Everything is joined before a
-form returns, so temporaries of the current stream's allocator need no `record_stream`.
+**Host time** is what these forms lose by: a call that took 350 to 1000 us of it (2x H200 host) won
+nothing where the GPU needs less. So what a slot and a problem determine, addresses and views, is
+made once (`remembered`); streams and events are used by the driver's handles; and torch is called
+for GEMMs and for outputs alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
+from megascale.flux.driver import current_stream, driver
 from megascale.flux.tiles import ceil_div
 
 if TYPE_CHECKING:
     from megascale.flux.arena import Arena, Slot
 
-_ROWS = 128  # rows (columns) of a block are a multiple of a GEMM tile's where there are enough
+_ROWS = 128  # rows of a block are a multiple of a GEMM tile's where there are enough
 
 
 def block_length(length: int, count: int, multiple: int = _ROWS) -> int:
@@ -54,102 +58,168 @@ def growing(count: int, growth: int) -> Iterator[range]:
         start, size = start + size, size * growth
 
 
-# Of each arena: its second stream, and the events of fork and join.
-_streams: WeakKeyDictionary[Arena, tuple[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Event]] = (
-    WeakKeyDictionary()
-)
+class Send(NamedTuple):
+    """By copy engine: `num_bytes` from `offset` of what is sent to address `to`, then the flag."""
+
+    to: int
+    offset: int
+    num_bytes: int
+    flag: int
+
+
+def push(arena: Arena, sends: Iterable[Send], source: int) -> None:
+    """On the copy stream, after what the current stream has queued so far. `source`: an address."""
+    arena.fork()
+    for to, offset, num_bytes, flag in sends:
+        arena.send(to, source + offset, num_bytes, flag)
+
+
+class Arrival:
+    """`flags` of this rank that work waits for, those that would be its own left out.
+
+    per_source  flag i is set by rank i // per_source
+    """
+
+    def __init__(self, slot: Slot, flags: range, per_source: int) -> None:
+        self.flags, self.per_source = flags, per_source
+        base = slot.flags[slot.rank].data_ptr()
+        self.addresses = [base + 4 * i for i in flags if i // per_source != slot.rank]
+        self.loaded = False  # the kernel that waits for them
 
 
 class Lanes:
-    """The current stream (lane 0) and the arena's second compute stream (lane 1).
+    """The current stream (lane 0) and, with `two`, the arena's second compute stream (lane 1).
 
-    Without a second lane, and on CPU, both are the current stream. The order of a call is `fork`,
-    work inside `use`, `join`.
+    Lane i is lane i modulo 2; without a second one, and on CPU, all are the current stream. The
+    order of a call is `fork`, work inside `use`, `join`.
     """
 
     def __init__(self, arena: Arena, *, two: bool) -> None:
-        self._device = arena.device
-        self._parts: tuple[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Event] | None = None
-        if two and arena.device.type == "cuda":
-            if arena not in _streams:
-                stream = torch.cuda.Stream(arena.device)
-                _streams[arena] = (stream, torch.cuda.Event(), torch.cuda.Event())
-            self._parts = _streams[arena]
+        self._arena = arena
+        self._on_cuda = arena.device.type == "cuda"
+        self._side: _Side | None = None
+        handle = current_stream(arena.one.device.index) if self._on_cuda else 0
+        self._handles = (handle, handle)
+        if two and self._on_cuda:
+            self._side = _sides.get(arena) or _sides.setdefault(arena, _Side(arena.device))
+            self._handles = (handle, self._side.handle)
+        self._by_kernel = (
+            not self._on_cuda or arena.deadline_ns > 0 or torch.cuda.is_current_stream_capturing()
+        )
 
     def fork(self) -> None:
         """Lane 1 waits for everything that the current stream has queued so far."""
-        if self._parts:
-            stream, forked, _ = self._parts
-            forked.record(torch.cuda.current_stream(self._device))
-            stream.wait_event(forked)
+        if self._side:
+            driver().record(self._side.forked, self._handles[0])
+            driver().follow(self._side.handle, self._side.forked)
 
     def use(self, index: int) -> AbstractContextManager[Any]:
-        """Lane `index` modulo 2 is the current stream inside."""
-        if self._parts and index % 2:
-            return torch.cuda.stream(self._parts[0])
-        return nullcontext()
+        """Lane `index` is the current stream inside."""
+        return self._side if self._side and index % 2 else _CURRENT
 
     def join(self) -> None:
         """The current stream waits for lane 1."""
-        if self._parts:
-            stream, _, joined = self._parts
-            joined.record(stream)
-            torch.cuda.current_stream(self._device).wait_event(joined)
+        if self._side:
+            driver().record(self._side.joined, self._side.handle)
+            driver().follow(self._handles[0], self._side.joined)
 
+    def copy(self, index: int, to: int, source: int, num_bytes: int) -> None:
+        """Bytes within this rank's memory, on lane `index`."""
+        if not self._on_cuda:
+            ctypes.memmove(to, source, num_bytes)
+        elif num_bytes:
+            driver().copy(to, source, num_bytes, self._handles[index % 2])
 
-def send(
-    arena: Arena, slot: Slot, peer: int, flag: int, data: Tensor | None, offset_bytes: int
-) -> None:
-    """By copy engine, on the current stream: `data` into the peer's slot, then its flag.
+    def receive(self, index: int, arrival: Arrival, slot: Slot) -> None:
+        """Lane `index`, in use, waits for flags and clears them.
 
-    data  contiguous; None or empty sends the flag alone
-    """
-    if data is not None and data.numel():
-        slot.view(peer, data.shape, data.dtype, offset_bytes).copy_(data)
-    slot.flags[peer][flag : flag + 1].copy_(arena.one)
+        By the stream itself, which needs no SM: a wait in a kernel gets its place beside a GEMM
+        that fills the device only when that ends, and what follows it starts no earlier. Where the
+        driver cannot, by a kernel of one program that spins: under capture, and in debug mode,
+        since the stream knows no deadline. The first time too, so that a capture finds it loaded.
 
+        Every rank queues what it sends before it waits, so no wait is ahead of what a peer waits
+        for, also where all streams share one queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
+        """
+        if self._by_kernel or not arrival.loaded:
+            from megascale.flux.symmetric.launch import wait_flags
 
-def receive(arena: Arena, slot: Slot, flags: range, per_source: int, *, on_stream: bool) -> None:
-    """The current stream waits for this rank's `flags`, those of its own left out, and clears them.
-
-    per_source  flag i was set by rank i // per_source
-    on_stream   by stream memory operations of the driver instead of a kernel of one program. Under
-                capture (torch does not capture them either) and in debug mode (they know no
-                deadline) it is the kernel all the same.
-
-    Why there are two ways: the kernel needs a place on an SM, and beside a GEMM that fills the
-    device it gets one only when that GEMM ends; what follows the wait on its lane starts no
-    earlier. A stream's own wait needs no SM, so a copy behind it can run beside that GEMM.
-
-    Every rank queues what it sends before it waits, so no wait is ahead of what a peer waits for,
-    also where all streams share one queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
-    """
-    if on_stream and arena.device.type == "cuda" and not arena.deadline_ns:
-        stream = torch.cuda.current_stream(arena.device)
-        if not torch.cuda.is_current_stream_capturing():
-            base = slot.flags[arena.rank].data_ptr()
-            wanted = [flag for flag in flags if flag // per_source != arena.rank]
-            _wait_on_stream(stream.cuda_stream, [base + 4 * flag for flag in wanted])
+            wait_flags(self._arena, slot, arrival.flags, per_source=arrival.per_source)
+            arrival.loaded = True
             return
-    from megascale.flux.symmetric.launch import wait_flags
-
-    wait_flags(arena, slot, flags, per_source=per_source)
-
-
-@cache
-def can_wait_on_stream() -> bool:
-    """The bindings of the driver are installed. Asked before a call: one that fails in the middle
-    would leave flags behind."""
-    try:
-        return find_spec("cuda.bindings.driver") is not None
-    except ModuleNotFoundError:
-        return False
+        stream = self._handles[index % 2]
+        for address in arrival.addresses:
+            driver().wait(address, 1, stream)
+        for address in arrival.addresses:
+            driver().write(address, 0, stream)
 
 
-def _wait_on_stream(stream: int, addresses: list[int]) -> None:
-    from cuda.bindings import driver
+class _Side:
+    """A second stream and the events of fork and join. As a context: it is the current stream.
 
-    equal = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ.value
-    results = [driver.cuStreamWaitValue32(stream, address, 1, equal)[0] for address in addresses]
-    results += [driver.cuStreamWriteValue32(stream, address, 0, 0)[0] for address in addresses]
-    assert not any(int(result) for result in results), (results, len(addresses))
+    torch.cuda.stream does the same in 15 us of host time instead of 2, most of it in objects for
+    the stream before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = stream = torch.cuda.Stream(device)
+        self._numbers = (stream.stream_id, stream.device_index, stream.device_type)
+        self._events = [torch.cuda.Event(), torch.cuda.Event()]
+        for event in self._events:
+            event.record(stream)  # torch makes the event now
+        self.handle: int = stream.cuda_stream
+        self.forked, self.joined = [int(event.cuda_event) for event in self._events]
+        self._before = self._numbers
+
+    def __enter__(self) -> None:
+        self._before = torch._C._cuda_getCurrentStream(self._numbers[1])
+        _make_current(*self._numbers)
+
+    def __exit__(self, *_: object) -> None:
+        _make_current(*self._before)
+
+
+def _make_current(stream_id: int, device_index: int, device_type: int) -> None:
+    torch._C._cuda_setStream(
+        stream_id=stream_id, device_index=device_index, device_type=device_type
+    )
+
+
+_CURRENT = nullcontext()
+_sides: WeakKeyDictionary[Arena, _Side] = WeakKeyDictionary()
+
+_T = TypeVar("_T")
+_MAX_REMEMBERED = 256  # of a slot; a program with more shapes than that makes them anew
+_remembered: WeakKeyDictionary[Slot, dict[Hashable, Any]] = WeakKeyDictionary()
+
+
+def remembered(slot: Slot, key: Hashable, make: Callable[[], _T]) -> _T:
+    """What `make` gave for this slot and key; it must not refer to the slot, only to its memory."""
+    known = _remembered.get(slot)
+    if known is None:
+        known = _remembered[slot] = {}
+    found: _T | None = known.get(key)
+    if found is None:
+        if len(known) == _MAX_REMEMBERED:
+            known.clear()
+        found = known[key] = make()
+    return found
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def without_grad(form: _F) -> _F:
+    """torch.no_grad for a function that is mostly called without it, at a fifth of its cost."""
+
+    @wraps(form)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return form(*args, **kwargs)
+        torch._C._set_grad_enabled(False)
+        try:
+            return form(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(True)
+
+    return call  # type: ignore[return-value]

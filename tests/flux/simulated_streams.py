@@ -5,13 +5,17 @@ end first, then a scheduler takes operations at random from the heads of all str
 as far as events and flags allow. A missing event, a wait that is too late, a buffer that is freed
 or overwritten too early: in some order the values become wrong, or nothing can go on.
 
-The arena is the real one with simulated memory, so its `side` and `join` are tried as well.
+The arena is the real one with simulated memory and turns, and the lanes are real, on a driver that
+queues: its handles are numbers of streams and events, and its addresses those of CPU memory, looked
+up before they are used. While `Device.capture` is set the driver refuses what cannot be captured.
 """
 
 from __future__ import annotations
 
+import ctypes
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megascale.flux import arena as arena_module
+from megascale.flux import lanes
 from megascale.flux.arena import NUM_SLOTS, Arena, Slot
 
 _CPU = torch.device("cpu")
@@ -30,49 +36,103 @@ _ALLOCATED = {"aten.new_empty.default", "aten.empty.memory_format"}
 class Stream:
     """Operations in order: (may run, run). `done` counts those that have run."""
 
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+    device_index, device_type = 0, 1
+
+    def __init__(self, number: int) -> None:
+        self.cuda_stream = self.stream_id = number
         self.operations: list[tuple[Callable[[], bool], Callable[[], Any]]] = []
         self.done = 0
 
     def queue(self, run: Callable[[], Any], ready: Callable[[], bool] = lambda: True) -> None:
         self.operations.append((ready, run))
 
-    def wait_event(self, event: Event) -> None:
-        stream, position = event.mark
+    def follow(self, mark: tuple[Stream, int]) -> None:
+        stream, position = mark
         self.queue(lambda: None, lambda: stream.done >= position)
 
 
 class Event:
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        self.mark: tuple[Stream, int] = (Stream(), 0)
+    """`mark` is what its stream had queued when it was last recorded."""
+
+    def __init__(self, number: int) -> None:
+        self.cuda_event = number
+        self.mark: tuple[Stream, int] = (Stream(-1), 0)
 
     def record(self, stream: Stream) -> None:
         self.mark = (stream, len(stream.operations))
 
 
 class Device:
-    """The streams of all ranks, and the one that is current for the host program that runs now."""
+    """The streams of all ranks, the one that is current for the host program that runs now, and
+    memory that addresses may point to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.streams: list[Stream] = []
+        self.events: list[Event] = []
         self.current = self.new_stream()
+        self.capture: int | None = None
         self.temporaries: list[Tensor] = []
+        self.memory: list[Tensor] = []
         self.flags: list[Tensor] = []
+        self.calls: Counter[str] = Counter()  # of the driver, and of torch's operators
         monkeypatch.setattr(torch.cuda, "Stream", self.new_stream)
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self.current)
+        monkeypatch.setattr(torch.cuda, "Event", self.new_event)
         monkeypatch.setattr(torch.cuda, "stream", self.stream)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", self._current, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_setStream", self._set_current, raising=False)
+        driver = Driver(self)
+        for module in (arena_module, lanes):
+            monkeypatch.setattr(module, "driver", lambda: driver)
+            monkeypatch.setattr(module, "current_stream", lambda _: self.current.cuda_stream)
+
+    @property
+    def capturing(self) -> bool:
+        return self.capture is not None
 
     def new_stream(self, *_args: Any, **_kwargs: Any) -> Stream:
-        self.streams.append(Stream())
+        self.streams.append(Stream(len(self.streams)))
         return self.streams[-1]
+
+    def new_event(self, *_args: Any, **_kwargs: Any) -> Event:
+        self.events.append(Event(len(self.events)))
+        return self.events[-1]
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         before, self.current = self.current, stream
         yield
         self.current = before
+
+    def _current(self, device_index: int) -> tuple[int, int, int]:
+        return self.current.stream_id, device_index, self.current.device_type
+
+    def _set_current(self, stream_id: int, device_index: int, device_type: int) -> None:
+        assert (device_index, device_type) == (0, 1), (device_index, device_type)
+        self.current = self.streams[stream_id]
+
+    def flag_at(self, address: int) -> tuple[Tensor, int]:
+        """Where a flag is: its words and the index among them."""
+        for flags in self.flags:
+            index, odd = divmod(address - flags.data_ptr(), 4)
+            if not odd and 0 <= index < flags.numel():
+                return flags, index
+        raise AssertionError(f"{address} is no flag")
+
+    def move(self, to: int, source: int, num_bytes: int) -> None:
+        """Bytes between known memory; what goes into flags sets one that was cleared."""
+        assert self._knows(source, num_bytes), f"{num_bytes} bytes from unknown memory"
+        if not self._knows(to, num_bytes):
+            assert num_bytes == 4, num_bytes
+            flags, index = self.flag_at(to)
+            assert not bool(flags[index]), "a flag is set that has not been cleared"
+        ctypes.memmove(to, source, num_bytes)
+
+    def _knows(self, address: int, num_bytes: int) -> bool:
+        return any(
+            m.data_ptr() <= address and address + num_bytes <= m.data_ptr() + m.nbytes
+            for m in self.memory
+        )
 
     def run(self, seed: int) -> None:
         """Everything queued, in an order of its own for each seed."""
@@ -91,6 +151,41 @@ class Device:
             stream.done += 1
 
 
+class Driver:
+    """What the arena and the lanes use of `megascale.flux.driver`: it queues."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def copy(self, to: int, source: int, num_bytes: int, stream: int) -> None:
+        self._stream(stream, "copy").queue(lambda: self._device.move(to, source, num_bytes))
+
+    def write(self, address: int, value: int, stream: int) -> None:
+        assert self._device.capture is None, "a stream's write is not captured"
+        flags, index = self._device.flag_at(address)
+
+        def run() -> None:
+            assert int(flags[index]) != value, f"a flag is {value} already"
+            flags[index] = value
+
+        self._stream(stream, "write").queue(run)
+
+    def wait(self, address: int, value: int, stream: int) -> None:
+        assert self._device.capture is None, "a stream's wait is not captured"
+        flags, index = self._device.flag_at(address)
+        self._stream(stream, "wait").queue(lambda: None, lambda: int(flags[index]) == value)
+
+    def record(self, event: int, stream: int) -> None:
+        self._device.events[event].record(self._stream(stream, "record"))
+
+    def follow(self, stream: int, event: int) -> None:
+        self._stream(stream, "follow").follow(self._device.events[event].mark)
+
+    def _stream(self, number: int, what: str) -> Stream:
+        self._device.calls[what] += 1
+        return self._device.streams[number]
+
+
 class Deferred(TorchDispatchMode):
     """Queues what writes into given memory; notes what is allocated; the rest (views) runs."""
 
@@ -102,23 +197,19 @@ class Deferred(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.device.calls[str(func)] += 1
         if str(func) in _DEFERRED:
-            self.device.current.queue(lambda: _run(func, args, kwargs))
+            self.device.current.queue(lambda: func(*args, **kwargs))
             return kwargs.get("out", args[0])
         result = func(*args, **kwargs)
         if str(func) in _ALLOCATED:
             result.view(torch.uint8).fill_(0xFF)
             self.device.temporaries.append(result)
+            self.device.memory.append(result)
         elif isinstance(result, Tensor):
             shared = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)}
             assert result.untyped_storage().data_ptr() in shared, f"{func} is not simulated"
         return result
-
-
-def _run(func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-    if args[0].dtype == torch.int32:
-        assert not bool(args[0].any()), "a flag is set that has not been cleared"
-    func(*args, **kwargs)
 
 
 class SimulatedArena(Arena):
@@ -131,15 +222,19 @@ class SimulatedArena(Arena):
         self.one = torch.ones(1, dtype=torch.int32)
         self.capacity = slots[0].data[0].numel()
         self.compute = device.new_stream()
-        self._copies: Any = device.new_stream()
-        self._fork: Any = Event()
-        self._joined: Any = Event()
-        self._slots = slots
-        self._turn = 0
+        copies: Any = device.new_stream()
+        self._copies, self._copies_handle = copies, copies.cuda_stream
+        self._fork_handle = device.new_event().cuda_event
+        self._joined_handle = device.new_event().cuda_event
+        self._device_index = 0
+        self._slots, self._turn = slots, 0
+        self._simulated = device
+        device.memory.append(self.one)
 
     @contextmanager
     def turn(self, num_bytes: int) -> Iterator[Slot]:
         assert num_bytes <= self.capacity, (num_bytes, self.capacity)
+        self._capture = self._simulated.capture
         self._turn += 1
         yield self._slots[self._turn % NUM_SLOTS]
 
@@ -150,6 +245,7 @@ def arenas(world_size: int, num_bytes: int, device: Device) -> list[SimulatedAre
     data = [[torch.full((num_bytes,), 0xFF, dtype=torch.uint8) for _ in ranks] for _ in turns]
     flags = [[torch.zeros(4096, dtype=torch.int32) for _ in ranks] for _ in turns]
     device.flags = [t for turn in flags for t in turn]
+    device.memory += [t for turn in data for t in turn]
     return [
         SimulatedArena(rank, [Slot(rank, data[t], flags[t], _CPU) for t in turns], device)
         for rank in ranks
@@ -164,6 +260,7 @@ def call(arena: SimulatedArena, device: Device, form: Callable[[], Any], keep: i
     with device.stream(arena.compute):
         with Deferred(device):
             result = form()
+        assert device.current is arena.compute, "another stream was left current"
         temporaries = device.temporaries[keep:]
         device.current.queue(lambda: [t.view(torch.uint8).fill_(0xFF) for t in temporaries])
     return result
@@ -171,22 +268,17 @@ def call(arena: SimulatedArena, device: Device, form: Callable[[], Any], keep: i
 
 def simulate_kernels(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
     """Waits and sums as operations of the current stream."""
-    from megascale.flux import lanes
     from megascale.flux.symmetric import launch
 
-    def wait(flags: Sequence[Tensor]) -> None:
+    def wait_flags(arena: Arena, slot: Slot, indices: range, *, per_source: int = 1) -> None:
+        own = slot.flags[arena.rank]
+        flags = [own[i : i + 1] for i in indices if i // per_source != arena.rank]
+
         def clear() -> None:
             for flag in flags:
                 flag.zero_()
 
         device.current.queue(clear, lambda: all(bool(flag) for flag in flags))
-
-    def wait_flags(arena: Arena, slot: Slot, indices: range, *, per_source: int = 1) -> None:
-        own = slot.flags[arena.rank]
-        wait([own[i : i + 1] for i in indices if i // per_source != arena.rank])
-
-    def wait_on_stream(_stream: int, addresses: list[int]) -> None:
-        wait([_flag_at(address, device.flags) for address in addresses])
 
     def sum_parts(
         out: Tensor, parts: Tensor, own: Tensor | None = None, rank: int = -1, bias: Any = None
@@ -199,16 +291,5 @@ def simulate_kernels(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
         assert parts.shape[1:] == out.shape, (parts.shape, out.shape)
         device.current.queue(run)
 
-    monkeypatch.setattr(Stream, "cuda_stream", 0, raising=False)
     monkeypatch.setattr(launch, "wait_flags", wait_flags)
     monkeypatch.setattr(launch, "sum_parts", sum_parts)
-    monkeypatch.setattr(lanes, "_wait_on_stream", wait_on_stream)
-    monkeypatch.setattr(lanes, "_streams", {})
-
-
-def _flag_at(address: int, known: Sequence[Tensor]) -> Tensor:
-    for flags in known:
-        index = (address - flags.data_ptr()) // 4
-        if 0 <= index < flags.numel():
-            return flags[index : index + 1]
-    raise AssertionError(f"{address} is no flag")

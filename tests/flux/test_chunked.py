@@ -31,16 +31,13 @@ AG_CONFIGS = [
 ]
 RS_CONFIGS = [
     rs.ChunkedReduceScatter(),
-    rs.ChunkedReduceScatter(two_streams=False, own_blocks=2),
-    rs.ChunkedReduceScatter(chunks=3, own_blocks=2),
-    rs.ChunkedReduceScatter(chunks=2, own_blocks=4, growth=1),
+    rs.ChunkedReduceScatter(two_streams=True),
+    rs.ChunkedReduceScatter(chunks=3, growth=1),
+    rs.ChunkedReduceScatter(chunks=2, two_streams=True),
     rs.ChunkedReduceScatter(store=True, chunks=2),
     rs.ChunkedReduceScatter(fold=True),
-    rs.ChunkedReduceScatter(fold=True, chunks=2),
-    rs.ChunkedReduceScatter(fold=True, chunks=3, growth=1, store=True, two_streams=False),
-    rs.ChunkedReduceScatter(split="columns"),
-    rs.ChunkedReduceScatter(split="columns", chunks=2),
-    rs.ChunkedReduceScatter(split="columns", chunks=3, two_streams=False),
+    rs.ChunkedReduceScatter(fold=True, chunks=2, two_streams=True),
+    rs.ChunkedReduceScatter(fold=True, chunks=3, growth=1, store=True),
 ]
 
 
@@ -101,7 +98,7 @@ def test_eight_ranks_take_four_gemms_or_five_around_the_end() -> None:
 @pytest.mark.parametrize("world_size", WORLDS[1:])
 def test_scatter_multiplies_each_row_once_the_own_last(world_size: int) -> None:
     candidates = rs.candidates(_problem(4096, world_size))
-    configs = [c for c in {*RS_CONFIGS, *candidates} if c.split == "rows"]
+    configs = {*RS_CONFIGS, *candidates}
     for m, config, rank in itertools.product(ROWS, configs, range(world_size)):
         cut = cut_rows(m, world_size, rank, config)
         blocks = [block for group in cut.remote for block in group]
@@ -116,8 +113,7 @@ def test_scatter_multiplies_each_row_once_the_own_last(world_size: int) -> None:
             assert b.first == min(first + b.chunk * cut.block, end)  # where the owner expects it
         for group in cut.remote:  # one GEMM
             assert all(a.end == b.first for a, b in itertools.pairwise(group))
-        if config.fold:  # waits for the same blocks as it multiplies
-            assert [b.chunk for b in cut.own] == list(range(cut.chunks))
+        assert [b.chunk for b in cut.own] == list(range(cut.chunks))  # what it waits for
 
 
 def test_scatter_ends_with_small_groups() -> None:
@@ -142,10 +138,9 @@ def test_candidates_are_distinct_and_begin_with_the_default(module: Any) -> None
     ("wrong", "named"),
     [
         (lambda: ag.ChunkedAllGather(pieces=0), "pieces"),
+        (lambda: ag.ChunkedAllGather(growth=0), "growth"),
         (lambda: rs.ChunkedReduceScatter(chunks=0), "chunks"),
-        (lambda: rs.ChunkedReduceScatter(split="columns", fold=True), "fold"),
-        (lambda: rs.ChunkedReduceScatter(split="columns", own_blocks=2), "own_blocks"),
-        (lambda: rs.ChunkedReduceScatter(fold=True, own_blocks=2), "own_blocks"),
+        (lambda: rs.ChunkedReduceScatter(growth=0), "growth"),
     ],
 )
 def test_configurations_that_mean_nothing_are_refused(wrong: Any, named: str) -> None:
@@ -327,9 +322,7 @@ def test_scatter_for_every_configuration_and_many_rows(world_size: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "config", [RS_CONFIGS[2], RS_CONFIGS[6], RS_CONFIGS[9]], ids=["sum", "fold", "columns"]
-)
+@pytest.mark.parametrize("config", [RS_CONFIGS[2], RS_CONFIGS[6]], ids=["sum", "fold"])
 def test_scatter_repeats_bitwise(config: rs.ChunkedReduceScatter) -> None:
     pytest.importorskip("triton")
     assert max(run_ranks(_repeats, 3, config)) < 1e-2

@@ -1,5 +1,7 @@
 """The chunked forms queue on three streams what gives the right values in every order that events
 and flags allow: own product, transfers, waits and sums of several calls of all ranks.
+
+Sizes come again in the same slot: the first time a kernel waits, later the stream itself does.
 """
 
 from __future__ import annotations
@@ -13,11 +15,12 @@ from torch import Tensor
 
 from megascale.flux import lanes
 from megascale.flux.all_gather_gemm import chunked as ag
-from megascale.flux.arena import Arena
+from megascale.flux.arena import Arena, Slot
 from megascale.flux.gemm_reduce_scatter import chunked as rs
 from megascale.flux.problem import Problem, own_rows
 from tests.flux.simulated_streams import (
     Device,
+    Driver,
     SimulatedArena,
     arenas,
     call,
@@ -25,27 +28,32 @@ from tests.flux.simulated_streams import (
 )
 
 K, N = 6, 10
-ROWS = [13, 4, 700, 3, 16]  # of the calls of a run, all ranks together; one shard is cut
+# Of the calls of a run, all ranks together. One shard is cut, and a size comes again in its slot.
+ROWS = [13, 4, 700, 3, 13, 4, 16]
 
-AG_CONFIGS = [
-    ag.ChunkedAllGather(),
-    ag.ChunkedAllGather(two_streams=False),
-    ag.ChunkedAllGather(pieces=2, growth=1, stream_wait=True),
-    ag.ChunkedAllGather(pieces=3),
-]
-RS_CONFIGS = list(
+AG_CONFIGS = list(
     dict.fromkeys(
         [
-            rs.ChunkedReduceScatter(chunks=2, fold=True, stream_wait=True),
-            rs.ChunkedReduceScatter(chunks=2, fold=True, store=True, stream_wait=True),
-            *rs.candidates(Problem("gemm_rs", 4096, N, K, 4, torch.float32, "NK")),
-            rs.ChunkedReduceScatter(two_streams=False, own_blocks=2, chunks=2),
-            rs.ChunkedReduceScatter(chunks=3, own_blocks=2),
-            rs.ChunkedReduceScatter(fold=True, two_streams=False, chunks=2),
-            rs.ChunkedReduceScatter(split="columns", chunks=3, two_streams=False),
+            *ag.candidates(Problem("ag_gemm", 4096, N, K, 4, torch.float32, "NK")),
+            ag.ChunkedAllGather(pieces=2, growth=1, two_streams=True),
+            ag.ChunkedAllGather(pieces=3),
         ]
     )
 )
+RS_CONFIGS = list(
+    dict.fromkeys(
+        [
+            *rs.candidates(Problem("gemm_rs", 4096, N, K, 4, torch.float32, "NK")),
+            rs.ChunkedReduceScatter(chunks=3, growth=1, two_streams=True),
+            rs.ChunkedReduceScatter(chunks=2, fold=True),
+            rs.ChunkedReduceScatter(chunks=2, fold=True, store=True, two_streams=True),
+        ]
+    )
+)
+TWO_LANES = [
+    rs.ChunkedReduceScatter(chunks=2, two_streams=True),
+    rs.ChunkedReduceScatter(chunks=2, fold=True, two_streams=True),
+]
 
 
 class Run:
@@ -64,6 +72,7 @@ class Run:
     def produce(self, arena: SimulatedArena, value: Tensor) -> Tensor:
         """A tensor that the rank's stream fills now, and overwrites when `forget` is called."""
         x = torch.full_like(value, torch.nan)
+        self.device.memory.append(x)
         arena.compute.queue(lambda: x.copy_(value))
         return x
 
@@ -83,7 +92,9 @@ class Run:
         assert not any(bool(flags.any()) for flags in self.device.flags)
 
 
-def _gather(run: Run, m: int, config: ag.ChunkedAllGather, before: list[Any]) -> list[Any]:
+def _gather(
+    run: Run, m: int, config: ag.ChunkedAllGather, before: list[Any], *, gathered: bool
+) -> list[Any]:
     """One call of every rank; gathered rows are read after the next call (`before`)."""
     world_size = len(run.arenas)
     x_TK, weight, bias = run.values(m, K), run.values(N, K), run.values(N)
@@ -91,15 +102,15 @@ def _gather(run: Run, m: int, config: ag.ChunkedAllGather, before: list[Any]) ->
     for arena in run.arenas:
         x = run.produce(arena, x_TK[slice(*own_rows(m, arena.rank, world_size))])
         form = partial(
-            ag.all_gather_gemm, x, [weight], [bias], arena, layout="NK", num_rows=m, gathered=True
+            ag.all_gather_gemm, x, [weight], [bias], arena, layout="NK", num_rows=m, config=config
         )
-        form = partial(form, config=config)
-        (y,), gathered = call(arena, run.device, form, keep=1)
+        (y,), rows = call(arena, run.device, partial(form, gathered=gathered), keep=1)
         run.forget(arena, x)
         run.expect(f"y of {config}, m {m}", arena, y, x_TK @ weight.t() + bias)
-        held.append((arena, gathered, x_TK, f"gathered of {config}, m {m}"))
-    for arena, gathered, wanted, what in before:
-        run.expect(what, arena, gathered, wanted)
+        if gathered:
+            held.append((arena, rows, x_TK, f"gathered of {config}, m {m}"))
+    for arena, rows, wanted, what in before:
+        run.expect(what, arena, rows, wanted)
     return held
 
 
@@ -117,19 +128,35 @@ def _scatter(run: Run, m: int, config: rs.ChunkedReduceScatter, bias: Tensor | N
         run.expect(f"{config}, m {m}", arena, y, wanted)
 
 
-def _gathers(monkeypatch: pytest.MonkeyPatch, config: Any, world_size: int, seed: int) -> None:
+def _gathers(
+    monkeypatch: pytest.MonkeyPatch,
+    config: Any,
+    world_size: int,
+    seed: int,
+    capture: int | None = None,
+) -> Run:
     run = Run(monkeypatch, world_size, seed)
+    run.device.capture = capture
     held: list[Any] = []
-    for m in ROWS:
-        held = _gather(run, m, config, held)
+    for index, m in enumerate(ROWS):
+        held = _gather(run, m, config, held, gathered=(seed + index) % 4 < 3)
     run.check(seed)
+    return run
 
 
-def _scatters(monkeypatch: pytest.MonkeyPatch, config: Any, world_size: int, seed: int) -> None:
+def _scatters(
+    monkeypatch: pytest.MonkeyPatch,
+    config: Any,
+    world_size: int,
+    seed: int,
+    capture: int | None = None,
+) -> Run:
     run = Run(monkeypatch, world_size, seed)
+    run.device.capture = capture
     for index, m in enumerate(ROWS):
         _scatter(run, m, config, run.values(N) if index % 2 else None)
     run.check(seed)
+    return run
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
@@ -138,7 +165,8 @@ def test_gather_in_any_order(
     monkeypatch: pytest.MonkeyPatch, config: ag.ChunkedAllGather, world_size: int
 ) -> None:
     for seed in range(4):
-        _gathers(monkeypatch, config, world_size, seed)
+        run = _gathers(monkeypatch, config, world_size, seed)
+        assert run.device.calls["wait"], "no stream waited for a flag"
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
@@ -147,7 +175,42 @@ def test_scatter_in_any_order(
     monkeypatch: pytest.MonkeyPatch, config: rs.ChunkedReduceScatter, world_size: int
 ) -> None:
     for seed in range(4):
-        _scatters(monkeypatch, config, world_size, seed)
+        run = _scatters(monkeypatch, config, world_size, seed)
+        assert run.device.calls["wait"], "no stream waited for a flag"
+
+
+@pytest.mark.parametrize(
+    ("calls", "config"),
+    [
+        (_gathers, ag.DEFAULT),
+        (_gathers, ag.ChunkedAllGather(pieces=2, two_streams=True)),
+        (_scatters, rs.DEFAULT),
+        *((_scatters, config) for config in TWO_LANES),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else str(value),
+)
+def test_what_is_captured_has_no_waits_or_writes_of_a_stream(
+    monkeypatch: pytest.MonkeyPatch, calls: Any, config: Any
+) -> None:
+    for seed in range(4):
+        calls(monkeypatch, config, 2, seed, capture=1)  # the driver refuses them
+
+
+def test_the_side_of_an_arena_comes_after_the_current_stream_and_before_a_join(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for seed in range(20):
+        device = Device(monkeypatch)
+        (arena,) = arenas(1, 16, device)
+        order: list[str] = []
+        with device.stream(arena.compute):
+            device.current.queue(partial(order.append, "before"))
+            with arena.side():
+                device.current.queue(partial(order.append, "side"))
+            arena.join()
+            device.current.queue(partial(order.append, "after"))
+        device.run(seed)
+        assert order == ["before", "side", "after"]
 
 
 # The simulation finds what it is for.
@@ -159,13 +222,7 @@ def _wrong(monkeypatch: pytest.MonkeyPatch, calls: Any, config: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("calls", "config"),
-    [
-        (_gathers, ag.ChunkedAllGather(two_streams=False)),
-        (_scatters, rs.ChunkedReduceScatter()),
-        (_scatters, rs.ChunkedReduceScatter(split="columns", chunks=2)),
-    ],
-    ids=["gather", "rows", "columns"],
+    ("calls", "config"), [(_gathers, ag.DEFAULT), (_scatters, rs.DEFAULT)], ids=["gather", "rows"]
 )
 def test_a_missing_join_of_the_copies_is_found(
     monkeypatch: pytest.MonkeyPatch, calls: Any, config: Any
@@ -175,24 +232,63 @@ def test_a_missing_join_of_the_copies_is_found(
         _wrong(monkeypatch, calls, config)
 
 
-def test_a_missing_join_of_the_lanes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("calls", "config"),
+    [(_gathers, ag.ChunkedAllGather(two_streams=True)), (_scatters, TWO_LANES[1])],
+    ids=["gather", "rows"],
+)
+def test_a_missing_join_of_the_lanes_is_found(
+    monkeypatch: pytest.MonkeyPatch, calls: Any, config: Any
+) -> None:
     monkeypatch.setattr(lanes.Lanes, "join", lambda self: None)
     with pytest.raises(AssertionError):
-        _wrong(monkeypatch, _gathers, ag.ChunkedAllGather())
+        _wrong(monkeypatch, calls, config)
 
 
 @pytest.mark.parametrize(
-    "config",
-    [rs.ChunkedReduceScatter(own_blocks=2), rs.ChunkedReduceScatter(fold=True, chunks=2)],
-    ids=["sum", "fold"],
+    ("calls", "config"),
+    [(_gathers, ag.DEFAULT), *((_scatters, config) for config in TWO_LANES)],
+    ids=["gather", "sum", "fold"],
 )
-def test_a_missing_fork_is_found(monkeypatch: pytest.MonkeyPatch, config: Any) -> None:
+def test_a_missing_fork_is_found(monkeypatch: pytest.MonkeyPatch, calls: Any, config: Any) -> None:
     monkeypatch.setattr(lanes.Lanes, "fork", lambda self: None)
     with pytest.raises(AssertionError):
-        _wrong(monkeypatch, _scatters, config)
+        _wrong(monkeypatch, calls, config)
 
 
-def test_copies_that_do_not_follow_the_gemm_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Arena, "side", lambda self: torch.cuda.stream(self._copies))
+@pytest.mark.parametrize(
+    ("calls", "config"), [(_gathers, ag.DEFAULT), (_scatters, rs.DEFAULT)], ids=["gather", "rows"]
+)
+@pytest.mark.parametrize("missing", ["wait", "write"])
+def test_a_missing_wait_or_a_flag_that_stays_is_found(
+    monkeypatch: pytest.MonkeyPatch, calls: Any, config: Any, missing: str
+) -> None:
+    def receive(self: lanes.Lanes, lane: int, arrival: lanes.Arrival, slot: Slot) -> None:
+        arrival.loaded = True  # or the first would be right
+        before(self, lane, arrival, slot)
+
+    before = lanes.Lanes.receive
+    monkeypatch.setattr(lanes.Lanes, "receive", receive)
+    real = getattr(Driver, missing)
+    kept = {"wait": lambda *_: None, "write": lambda self, a, v, s: v and real(self, a, v, s)}
+    monkeypatch.setattr(Driver, missing, kept[missing])
     with pytest.raises(AssertionError):
-        _wrong(monkeypatch, _scatters, rs.ChunkedReduceScatter())
+        _wrong(monkeypatch, calls, config)
+
+
+@pytest.mark.parametrize(
+    ("calls", "config"), [(_gathers, ag.DEFAULT), (_scatters, rs.DEFAULT)], ids=["gather", "rows"]
+)
+def test_copies_that_do_not_follow_the_current_stream_are_found(
+    monkeypatch: pytest.MonkeyPatch, calls: Any, config: Any
+) -> None:
+    monkeypatch.setattr(Arena, "fork", lambda self: None)
+    with pytest.raises(AssertionError):
+        _wrong(monkeypatch, calls, config)
+
+
+def test_a_stream_that_waits_under_capture_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "capturing", property(lambda self: False))
+    run_captured = partial(_gathers, capture=1)
+    with pytest.raises(AssertionError, match="not captured"):
+        _wrong(monkeypatch, run_captured, ag.DEFAULT)

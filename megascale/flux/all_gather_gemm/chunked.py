@@ -1,8 +1,8 @@
 """All-gather + GEMM as a stream of chunks: cuBLAS beside copy engines (MegaScale 3.2).
 
 MegaScale breaks the GEMM into chunks of rows and runs each beside the transfer of the next. Here
-copy engines transfer and not a communication kernel, so the GEMMs keep all SMs, and nothing spins
-but a kernel of one program, so nothing starves. The robust form: torch and copies.
+copy engines transfer and not a communication kernel, so the GEMMs keep all SMs, and streams wait
+for flags themselves, so nothing spins and nothing starves. The robust form: torch and copies.
 
 **Order.** A rank pushes its shard to rank - 1, rank - 2, ... on the copy stream, each piece before
 its flag. The own shard is multiplied straight from x. Remote pieces follow in the order in which
@@ -11,21 +11,27 @@ can start early, the others are few and large (4 GEMMs and not 8 at W = 8, with 
 a group lie side by side in the slot and are one GEMM, except where it goes on from the last rank to
 rank 0. Every GEMM writes its rows of the one output.
 
-**Two streams.** GEMMs alternate between two streams. The last wave of one leaves the device partly
-idle; the first tiles of the next fill it. Without this the waves of the parts add up to more than
-those of the whole: 1024 rows of n 6144 (W = 8) are 192 tiles on 132 SMs, 73 % of two waves.
+**Two streams.** GEMMs may alternate between two streams. The last wave of one leaves the device
+partly idle; the first tiles of the next fill it. Without this the waves of the parts add up to more
+than those of the whole: 1024 rows of n 6144 (W = 8) are 192 tiles on 132 SMs, 73 % of two waves. It
+costs an event each way and a change of torch's stream a GEMM, so it is not the default.
 
 - Slot [m, K] of rank r: rows of shard s are written by rank s, read by r's GEMMs of this call, and
-  where `gathered` by the caller until the next flux call but one begins.
+  where `gathered` by the caller until the next flux call but one begins. Only then r writes its own
+  shard too, on the second stream.
 - Flag s * pieces + piece at rank r: set by rank s behind the piece, also behind an empty one;
   waited for and cleared by r before the GEMM that reads the piece.
 
-Cost: a launch and a wait a group, and the weight is read from memory once a GEMM. Host time: two
-copies a peer and piece, a wait and a GEMM a group; 45 us at W = 2 (estimated).
+Cost: a launch and a wait a group, and the weight is read from memory once a GEMM. Host time at
+W = 2 (sum of the parts, each measured on a 2x H200 host; the call itself is to be measured): 40 us
+for two GEMMs of torch, 10 for fork, copy and flag, 6 for the wait, 20 for the rest; 11 more where
+`gathered`.
 
-Predictions for 2 x H200 and m 8192, to be checked: us exposed beside T_gemm, cuBLAS on the whole.
-They are the gap between two GEMMs, 3 where streams overlap, and 0.1 a MB of traffic that they share
-memory with. (Copies 385 GB/s + 5 us.) The transfer is hidden: it is shorter than the own GEMM.
+Predictions for 2 x H200 and m 8192: us exposed beside T_gemm, cuBLAS on the whole. They are the gap
+between two GEMMs, 3 where streams overlap, and 0.1 a MB of traffic that they share memory with.
+(Copies 385 GB/s + 5 us.) The transfer is hidden: it is shorter than the own GEMM. Measured: the
+better of both took 0.98 of T_gemm for QKV, so nothing was exposed (under the power limit two
+measurements of a GEMM differ by as much). The rest is to be checked.
 
 | | Llama-70B QKV: n/tp 5120, k 8192 | GPT-3 fc1: n/tp 24576, k 12288 |
 |---|---|---|
@@ -51,17 +57,18 @@ from torch import Tensor
 
 from megascale.errors import FluxError
 from megascale.flux.lanes import (
+    Arrival,
     Lanes,
+    Send,
     block_length,
     block_of,
-    can_wait_on_stream,
     growing,
     num_blocks,
-    receive,
-    send,
+    push,
+    remembered,
+    without_grad,
 )
 from megascale.flux.problem import Layout, Problem
-from megascale.flux.ranks import gemm
 from megascale.flux.tiles import rows_per_rank, shard_rows
 
 if TYPE_CHECKING:
@@ -76,13 +83,11 @@ class ChunkedAllGather:
                  slower than the own GEMM: copy engines begin anew with every copy
     growth       of groups of pieces; 1 is a GEMM for every piece
     two_streams  GEMMs alternate between two streams
-    stream_wait  waits by the driver's stream memory operations (`lanes.receive`)
     """
 
     pieces: int = 1
     growth: int = 2
-    two_streams: bool = True
-    stream_wait: bool = False
+    two_streams: bool = False
 
     def __post_init__(self) -> None:
         if self.pieces < 1 or self.growth < 1:
@@ -90,22 +95,15 @@ class ChunkedAllGather:
 
 
 DEFAULT = ChunkedAllGather()
-_FEW_ROWS = 256  # of a rank: two tiles of a GEMM. Less is not cut further
 
 
 def candidates(problem: Problem) -> list[ChunkedAllGather]:
     """Configurations worth timing for this problem; the first is the default."""
     if problem.world_size == 1:
         return [DEFAULT]
-    found = [DEFAULT, ChunkedAllGather(two_streams=False)]
-    if problem.rows_a_rank >= _FEW_ROWS:
-        found.append(ChunkedAllGather(pieces=2))
-    if problem.world_size > 2:
-        found.append(ChunkedAllGather(growth=1))
-    if problem.world_size > 4:
-        found.append(ChunkedAllGather(growth=4))
-    if can_wait_on_stream():
-        found.append(ChunkedAllGather(stream_wait=True))
+    found = [DEFAULT, ChunkedAllGather(two_streams=True)]
+    if problem.world_size > 2:  # less after the last arrival, where transfers are the limit
+        found.append(ChunkedAllGather(growth=1, two_streams=True))
     return found
 
 
@@ -142,7 +140,7 @@ def remote_parts(
     return tuple(parts)
 
 
-@torch.no_grad()
+@without_grad
 def all_gather_gemm(
     x_tK: Tensor,
     weights: Sequence[Tensor],
@@ -160,34 +158,38 @@ def all_gather_gemm(
     num_rows  m, where not every rank owns equally many rows
     outputs   contiguous [m, N] a weight to write; else they are allocated
     """
-    world_size = arena.world_size
+    world_size, num_columns = arena.world_size, x_tK.shape[1]
     num_rows = x_tK.shape[0] * world_size if num_rows is None else num_rows
     x_tK = x_tK.contiguous()
+    weights_KN = [w.t() for w in weights] if layout == "NK" else weights
     if outputs is None:
-        axis = 0 if layout == "NK" else 1
-        outputs = [x_tK.new_empty(num_rows, w.shape[axis]) for w in weights]
-    call = _Call(x_tK, weights, biases, outputs, layout)
+        outputs = [x_tK.new_empty(num_rows, w_KN.shape[1]) for w_KN in weights_KN]
+    terms = list(zip(weights_KN, biases, outputs, strict=True))
     if world_size == 1:
-        call.multiply(x_tK, 0, num_rows)
-        return call.outputs, x_tK if gathered else None
-    num_columns = x_tK.shape[1]
+        _multiply(x_tK, 0, num_rows, terms)
+        return list(outputs), x_tK if gathered else None
+    dtype = x_tK.dtype
     with arena.turn(num_rows * num_columns * x_tK.element_size()) as slot:
-        _push(x_tK, num_rows, arena, slot, config, keep=gathered)
-        x_TK = slot.view(arena.rank, (num_rows, num_columns), x_tK.dtype)
-        lanes = Lanes(arena, two=config.two_streams)
+        plan = remembered(
+            slot,
+            ("ag_gemm", num_rows, num_columns, dtype, config),
+            lambda: _Plan(slot, num_rows, num_columns, dtype, config),
+        )
+        source = x_tK.data_ptr()
+        push(arena, plan.sends, source)
+        lanes = Lanes(arena, two=config.two_streams or gathered)
         lanes.fork()
-        call.multiply(x_tK, *shard_rows(num_rows, world_size, arena.rank))
-        parts = remote_parts(num_rows, world_size, arena.rank, config)
-        pieces = num_pieces(num_rows, world_size, config)
-        for index, part in enumerate(parts, start=1):
-            with lanes.use(index):
-                flags = range(part.first_flag, part.end_flag)
-                receive(arena, slot, flags, pieces, on_stream=config.stream_wait)
-                rows_TK = x_TK[part.first_row : part.end_row]
-                call.multiply(rows_TK, part.first_row, part.end_row)
+        if gathered:
+            lanes.copy(1, plan.own_address, source, plan.own_bytes)
+        _multiply(x_tK, *plan.own, terms)
+        for index, (arrival, x_RK, part) in enumerate(plan.parts, start=1):
+            lane = index if config.two_streams else 0
+            with lanes.use(lane):
+                lanes.receive(lane, arrival, slot)
+                _multiply(x_RK, part.first_row, part.end_row, terms)
         lanes.join()
         arena.join()
-    return call.outputs, x_TK if gathered else None
+    return list(outputs), plan.x_TK if gathered else None
 
 
 def num_pieces(num_rows: int, world_size: int, config: ChunkedAllGather) -> int:
@@ -196,44 +198,61 @@ def num_pieces(num_rows: int, world_size: int, config: ChunkedAllGather) -> int:
     return num_blocks(rows, block_length(rows, config.pieces))
 
 
-class _Call:
-    """The weights of a call and where their products go."""
+class _Plan:
+    """Of one problem and one slot: addresses and views that cost more to make than to use.
+
+    x_TK   rows of all ranks in the own slot
+    own    first and end row of this rank; its rows are kept at `own_address`
+    parts  what follows the own GEMM: what it waits for, its rows, which they are
+    """
 
     def __init__(
         self,
-        x_tK: Tensor,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        outputs: Sequence[Tensor],
-        layout: Layout,
+        slot: Slot,
+        num_rows: int,
+        num_columns: int,
+        dtype: torch.dtype,
+        config: ChunkedAllGather,
     ) -> None:
-        assert all(y.dtype == x_tK.dtype for y in outputs), [y.dtype for y in outputs]
-        self.outputs = list(outputs)
-        self._terms = list(zip(weights, biases, self.outputs, strict=True))
-        self._layout = layout
+        rank, world_size = slot.rank, slot.world_size
+        pieces = num_pieces(num_rows, world_size, config)
+        row_bytes = num_columns * dtype.itemsize
+        self.own = first, end = shard_rows(num_rows, world_size, rank)
+        self.own_bytes = (end - first) * row_bytes
+        self.own_address = slot.data[rank].data_ptr() + first * row_bytes
+        self.x_TK = slot.view(rank, (num_rows, num_columns), dtype)
+        self.sends = self._sends(slot, num_rows, row_bytes, config)
+        self.parts = []
+        for part in remote_parts(num_rows, world_size, rank, config):
+            arrival = Arrival(slot, range(part.first_flag, part.end_flag), pieces)
+            self.parts.append((arrival, self.x_TK[part.first_row : part.end_row], part))
 
-    def multiply(self, rows_TK: Tensor, first: int, end: int) -> None:
-        """Rows [first, end) of every output, on the current stream."""
-        if end > first:
-            for weight, bias, y_TN in self._terms:
-                gemm(rows_TK, weight, bias, layout=self._layout, out_TN=y_TN[first:end])
-
-
-def _push(
-    x_tK: Tensor, num_rows: int, arena: Arena, slot: Slot, config: ChunkedAllGather, *, keep: bool
-) -> None:
-    """On the copy stream: the own shard to every peer, then where `keep` into the own slot."""
-    world_size, rank = arena.world_size, arena.rank
-    pieces = num_pieces(num_rows, world_size, config)
-    block = block_length(rows_per_rank(num_rows, world_size), config.pieces)
-    shard, _ = shard_rows(num_rows, world_size, rank)
-    row_bytes = x_tK.shape[1] * x_tK.element_size()
-    with arena.side():
+    def _sends(
+        self, slot: Slot, num_rows: int, row_bytes: int, config: ChunkedAllGather
+    ) -> list[Send]:
+        rank, world_size = slot.rank, slot.world_size
+        pieces = num_pieces(num_rows, world_size, config)
+        block = block_length(rows_per_rank(num_rows, world_size), config.pieces)
+        sends = []
         for step in range(1, world_size):
+            peer = (rank - step) % world_size
+            to, flags = slot.data[peer].data_ptr(), slot.flags[peer].data_ptr()
             for piece in range(pieces):
-                first, end = block_of(0, x_tK.shape[0], block, piece)
-                data = x_tK[first:end]
-                peer, flag = (rank - step) % world_size, rank * pieces + piece
-                send(arena, slot, peer, flag, data, (shard + first) * row_bytes)
-        if keep and x_tK.numel():
-            slot.view(rank, x_tK.shape, x_tK.dtype, shard * row_bytes).copy_(x_tK)
+                first, end = block_of(*self.own, block, piece)
+                offset = (first - self.own[0]) * row_bytes
+                flag = flags + 4 * (rank * pieces + piece)
+                sends.append(Send(to + first * row_bytes, offset, (end - first) * row_bytes, flag))
+        return sends
+
+
+_Term = tuple[Tensor, Tensor | None, Tensor]  # weight [K, N], bias, output
+
+
+def _multiply(rows_TK: Tensor, first: int, end: int, terms: Sequence[_Term]) -> None:
+    """Rows [first, end) of every output, on the current stream."""
+    if end > first:
+        for weight_KN, bias, y_TN in terms:
+            if bias is None:
+                torch.mm(rows_TK, weight_KN, out=y_TN[first:end])
+            else:
+                torch.addmm(bias, rows_TK, weight_KN, out=y_TN[first:end])

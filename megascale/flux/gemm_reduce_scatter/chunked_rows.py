@@ -1,4 +1,4 @@
-"""The chunked GEMM + reduce-scatter by rows: why and what it costs is said in `chunked.py`.
+"""The work of a chunked GEMM + reduce-scatter: why and what it costs is said in `chunked.py`.
 
 Legend: W ranks, T rows of all ranks, t rows of this rank (c of a full shard), R rows of a GEMM, b
 rows of a block, K local reduction, N columns.
@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from megascale.flux.lanes import Lanes, block_length, block_of, growing, num_blocks, receive, send
+from megascale.flux.lanes import (
+    Arrival,
+    Lanes,
+    Send,
+    block_length,
+    block_of,
+    growing,
+    num_blocks,
+    push,
+    remembered,
+)
 from megascale.flux.tiles import rows_per_rank, shard_rows
 
 if TYPE_CHECKING:
@@ -35,7 +45,7 @@ class Cut(NamedTuple):
     block   rows of a block, the last of a shard may have fewer
     chunks  blocks of a full shard
     remote  the GEMMs of peers' rows in order, each over neighbouring blocks
-    own     blocks of the own rows
+    own     blocks of the own rows, a GEMM each
     """
 
     block: int
@@ -66,144 +76,183 @@ def cut_rows(num_rows: int, world_size: int, rank: int, config: ChunkedReduceSca
             else:
                 remote.append([unit])
         start += size
-    own = of(rank)
-    if not config.fold:
-        length = block_length(c, config.own_blocks)
-        rows = shard_rows(num_rows, world_size, rank)
-        count = num_blocks(c, length)
-        own = [Block(rank, i, *block_of(*rows, length, i)) for i in range(count)]
-    return Cut(block, chunks, tuple(tuple(group) for group in remote), tuple(own))
+    return Cut(block, chunks, tuple(tuple(group) for group in remote), tuple(of(rank)))
 
 
-class ByRows:
-    """One call. Its methods queue work in the order of the peers' rows, then the own."""
+class _Remote(NamedTuple):
+    """A GEMM of peers' rows [first, end). `sends` count bytes from the first row of its product;
+    with `store` it goes to the owners block by block: rows, and the memory there."""
+
+    first: int
+    end: int
+    sends: list[Send]
+    stores: list[tuple[int, int, Tensor]]
+
+
+class _Own(NamedTuple):
+    """A GEMM of own rows: [first, end) of all, [start, stop) of this rank's; and what is added to
+    it, `parts_SbN` in the own slot, after its arrival."""
+
+    first: int
+    end: int
+    start: int
+    stop: int
+    arrival: Arrival
+    parts_SbN: Tensor
+    address: int
+
+
+class _Plan:
+    """Of one problem and one slot: addresses and views that cost more to make than to use."""
 
     def __init__(
         self,
-        x_TK: Tensor,
-        weight_KN: Tensor,
-        bias_N: Tensor | None,
-        y_tN: Tensor,
-        arena: Arena,
         slot: Slot,
+        num_rows: int,
+        num_columns: int,
+        dtype: torch.dtype,
         config: ChunkedReduceScatter,
     ) -> None:
-        self.x_TK, self.weight_KN, self.bias_N, self.y_tN = x_TK, weight_KN, bias_N, y_tN
-        self.arena, self.slot, self.config = arena, slot, config
-        self.cut = cut_rows(x_TK.shape[0], arena.world_size, arena.rank, config)
-        self.c = rows_per_rank(x_TK.shape[0], arena.world_size)
-        self.own_start, _ = shard_rows(x_TK.shape[0], arena.world_size, arena.rank)
-        self.lanes = Lanes(arena, two=config.two_streams)
+        self._slot, self._dtype, self._num_columns = slot, dtype, num_columns
+        self._fold, self._store = config.fold, config.store
+        self._c = rows_per_rank(num_rows, slot.world_size)
+        self._row_bytes = num_columns * dtype.itemsize
+        self._cut = cut_rows(num_rows, slot.world_size, slot.rank, config)
+        self.remote = [self._remote(blocks) for blocks in self._cut.remote]
+        self.partial_rows = 0 if config.store else sum(r.end - r.first for r in self.remote)
+        start, _ = shard_rows(num_rows, slot.world_size, slot.rank)
+        self.own = [self._own(block, start) for block in self._cut.own]
+        del self._slot  # what is remembered of a slot does not keep it
 
-    def run(self) -> None:
-        remote = 0 if self.config.store else self.x_TK.shape[0] - self.y_tN.shape[0]
-        partial_RN = self.x_TK.new_empty(remote, self.weight_KN.shape[1])
-        done = 0
-        self.lanes.fork()
-        for index, blocks in enumerate(self.cut.remote):
-            rows = blocks[-1].end - blocks[0].first
-            with self.lanes.use(index if self.config.fold else 0):
-                if self.config.store:
-                    self._store(blocks)
-                else:
-                    self._push(blocks, partial_RN[done : done + rows])
-            done += rows
-        if self.config.fold:
-            self._fold_own(first_lane=len(self.cut.remote))
-        else:
-            self._sum_own()
-        self.lanes.join()
-        self.arena.join()
-
-    def _push(self, blocks: tuple[Block, ...], partial_RN: Tensor) -> None:
-        """One GEMM over neighbouring blocks, then their copies."""
-        start = blocks[0].first
-        if partial_RN.numel():
-            torch.mm(self.x_TK[start : blocks[-1].end], self.weight_KN, out=partial_RN)
-        with self.arena.side():
-            for block in blocks:
-                data = partial_RN[block.first - start : block.end - start]
-                send(
-                    self.arena, self.slot, block.owner, self._flag(block), data, self._there(block)
-                )
-
-    def _store(self, blocks: tuple[Block, ...]) -> None:
-        """A GEMM a block into its owner's memory. The flags wait for all of them."""
+    def _remote(self, blocks: tuple[Block, ...]) -> _Remote:
+        first, end = blocks[0].first, blocks[-1].end
+        sends, stores = [], []
         for block in blocks:
-            if block.end > block.first:
-                shape = (block.end - block.first, self.weight_KN.shape[1])
-                out_bN = self.slot.view(block.owner, shape, self.x_TK.dtype, self._there(block))
-                torch.mm(self.x_TK[block.first : block.end], self.weight_KN, out=out_bN)
-        with self.arena.side():
-            for block in blocks:
-                send(self.arena, self.slot, block.owner, self._flag(block), None, 0)
-
-    def _flag(self, block: Block) -> int:
-        return self.arena.rank * self.cut.chunks + block.chunk
+            rows, there = block.end - block.first, self._there(block)
+            flag = self._slot.rank * self._cut.chunks + block.chunk
+            send = Send(
+                self._slot.data[block.owner].data_ptr() + there,
+                (block.first - first) * self._row_bytes,
+                0 if self._store else rows * self._row_bytes,
+                self._slot.flags[block.owner].data_ptr() + 4 * flag,
+            )
+            sends.append(send)
+            if self._store and rows:
+                shape = (rows, self._num_columns)
+                out_bN = self._slot.view(block.owner, shape, self._dtype, there)
+                stores.append((block.first, block.end, out_bN))
+        return _Remote(first, end, sends, stores)
 
     def _there(self, block: Block) -> int:
         """Bytes from the start of the owner's slot to the block, in this rank's slab."""
-        slab = self.arena.rank
-        if self.config.fold and slab > block.owner:
+        slab = self._slot.rank
+        if self._fold and slab > block.owner:
             slab -= 1
-        row = (slab - block.owner) * self.c + block.first
-        return row * self.weight_KN.shape[1] * self.x_TK.element_size()
+        return ((slab - block.owner) * self._c + block.first) * self._row_bytes
 
-    def _receive(self, chunk: int) -> None:
-        flags = range(chunk, self.arena.world_size * self.cut.chunks, self.cut.chunks)
-        on_stream = self.config.stream_wait
-        receive(self.arena, self.slot, flags, self.cut.chunks, on_stream=on_stream)
+    def _own(self, block: Block, start: int) -> _Own:
+        slot, chunks = self._slot, self._cut.chunks
+        flags = range(block.chunk, slot.world_size * chunks, chunks)
+        slabs = slot.world_size - 1 if self._fold else slot.world_size
+        parts_ScN = slot.view(slot.rank, (slabs, self._c, self._num_columns), self._dtype)
+        first, stop = block.first - start, block.end - start
+        parts_SbN = parts_ScN[:, first:stop]
+        arrival = Arrival(slot, flags, chunks)
+        address = slot.data[slot.rank].data_ptr() + first * self._row_bytes
+        return _Own(block.first, block.end, first, stop, arrival, parts_SbN, address)
 
-    def _parts(self, num_slabs: int) -> Tensor:
-        shape = (num_slabs, self.c, self.weight_KN.shape[1])
-        return self.slot.view(self.arena.rank, shape, self.x_TK.dtype)
 
-    def _fold_own(self, first_lane: int) -> None:
-        """y = what was received, then y += own product, a block after the other."""
-        from megascale.flux.symmetric.launch import sum_parts
+def queue_rows(
+    x_TK: Tensor,
+    weight_KN: Tensor,
+    bias_N: Tensor | None,
+    y_tN: Tensor,
+    arena: Arena,
+    slot: Slot,
+    config: ChunkedReduceScatter,
+) -> None:
+    """Queue a call: GEMMs of peers' rows, each with its pushes, then the own ones with their sums.
 
-        parts_WcN = self._parts(self.arena.world_size - 1)
-        for lane, block in enumerate(self.cut.own, start=first_lane):
-            with self.lanes.use(lane):
-                self._receive(block.chunk)
-                if block.end == block.first:
-                    continue
-                first, end = block.first - self.own_start, block.end - self.own_start
-                y_bN = self.y_tN[first:end]
-                if self.arena.world_size == 2 and self.bias_N is None:
-                    y_bN.copy_(parts_WcN[0, first:end])
-                else:
-                    sum_parts(y_bN, parts_WcN[:, first:end], bias=self.bias_N)
-                y_bN.addmm_(self.x_TK[block.first : block.end], self.weight_KN)
+    Lanes alternate from one GEMM to the next.
+    """
+    num_rows, num_columns, dtype = x_TK.shape[0], weight_KN.shape[1], x_TK.dtype
+    plan = remembered(
+        slot,
+        ("gemm_rs", num_rows, num_columns, dtype, config),
+        lambda: _Plan(slot, num_rows, num_columns, dtype, config),
+    )
+    partial_RN = x_TK.new_empty(plan.partial_rows, num_columns) if plan.partial_rows else y_tN
+    lanes = Lanes(arena, two=config.two_streams)
+    lanes.fork()
+    done = 0
+    for lane, remote in enumerate(plan.remote):
+        rows = remote.end - remote.first
+        with lanes.use(lane):
+            if config.store:
+                for first, end, out_bN in remote.stores:
+                    torch.mm(x_TK[first:end], weight_KN, out=out_bN)
+            elif rows:
+                out_RN = _rows(partial_RN, done, done + rows)
+                torch.mm(x_TK[remote.first : remote.end], weight_KN, out=out_RN)
+            push(arena, remote.sends, partial_RN.data_ptr() + done * num_columns * dtype.itemsize)
+        done += rows
+    queue_own = _queue_folded if config.fold else _queue_summed
+    for lane, own in enumerate(plan.own, start=len(plan.remote)):
+        with lanes.use(lane):
+            x_bK = x_TK[own.first : own.end]
+            y_bN = _rows(y_tN, own.start, own.stop)
+            queue_own(x_bK, weight_KN, bias_N, y_bN, own, lanes, lane, slot)
+    lanes.join()
+    arena.join()
 
-    def _sum_own(self) -> None:
-        """y = own product, then in place its sum with what was received, a block after the other.
 
-        Waits and sums are on the second stream, so that every flag is waited for once and before
-        all sums that need it; the current stream goes on with the next block.
-        """
-        from megascale.flux.symmetric.launch import sum_parts
+def _rows(tensor: Tensor, first: int, end: int) -> Tensor:
+    """Its rows [first, end): a view that is not made where that is all of them."""
+    return tensor if end - first == tensor.shape[0] else tensor[first:end]
 
-        parts_WcN = self._parts(self.arena.world_size)
-        chunks = iter(range(self.cut.chunks))
-        arrived = 0  # rows of every slab
-        for block in self.cut.own:
-            first, end = block.first - self.own_start, block.end - self.own_start
-            y_bN = self.y_tN[first:end]
-            if end > first:
-                self._own_product(self.x_TK[block.first : block.end], y_bN)
-            self.lanes.fork()
-            with self.lanes.use(1):
-                while arrived < end:
-                    self._receive(next(chunks))
-                    arrived += self.cut.block
-                sum_parts(y_bN, parts_WcN[:, first:end], own=y_bN, rank=self.arena.rank)
-        with self.lanes.use(1):
-            for chunk in chunks:  # without rows in a short shard: the call still waits for everyone
-                self._receive(chunk)
 
-    def _own_product(self, x_bK: Tensor, y_bN: Tensor) -> None:
-        if self.bias_N is None:
-            torch.mm(x_bK, self.weight_KN, out=y_bN)
+def _queue_folded(
+    x_bK: Tensor,
+    weight_KN: Tensor,
+    bias_N: Tensor | None,
+    y_bN: Tensor,
+    own: _Own,
+    lanes: Lanes,
+    lane: int,
+    slot: Slot,
+) -> None:
+    """y = what was received, then y += own product."""
+    from megascale.flux.symmetric.launch import sum_parts
+
+    lanes.receive(lane, own.arrival, slot)
+    if own.stop == own.start:
+        return
+    if slot.world_size == 2 and bias_N is None:
+        num_bytes = (own.stop - own.start) * y_bN.shape[1] * y_bN.element_size()
+        lanes.copy(lane, y_bN.data_ptr(), own.address, num_bytes)
+    else:
+        sum_parts(y_bN, own.parts_SbN, bias=bias_N)
+    y_bN.addmm_(x_bK, weight_KN)
+
+
+def _queue_summed(
+    x_bK: Tensor,
+    weight_KN: Tensor,
+    bias_N: Tensor | None,
+    y_bN: Tensor,
+    own: _Own,
+    lanes: Lanes,
+    lane: int,
+    slot: Slot,
+) -> None:
+    """y = own product, then in place its sum with what was received."""
+    from megascale.flux.symmetric.launch import sum_parts
+
+    if own.stop > own.start:
+        if bias_N is None:
+            torch.mm(x_bK, weight_KN, out=y_bN)
         else:
-            torch.addmm(self.bias_N, x_bK, self.weight_KN, out=y_bN)
+            torch.addmm(bias_N, x_bK, weight_KN, out=y_bN)
+    lanes.receive(lane, own.arrival, slot)
+    if own.stop > own.start:
+        sum_parts(y_bN, own.parts_SbN, own=y_bN, rank=slot.rank)
