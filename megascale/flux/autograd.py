@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from megascale.flux.operators import AllGatherGemm, GemmAllReduce, GemmReduceScatter
@@ -137,9 +136,7 @@ class _RowPair(torch.autograd.Function):
         ctx.save_for_backward(a_Ti, b_Tj)
         ctx.weight_a, ctx.weight_b, ctx.bias, ctx.ops = weight_a, weight_b, bias, ops
         with ops.span("tp_gemm_reduce_scatter", group="tensor"):
-            y_TO = F.linear(a_Ti, weight_a).addmm_(b_Tj, weight_b.t())
-            y_tO = ops.gemm_reduce_scatter.reduce_scatter(y_TO)
-        return _own(y_tO if bias is None else y_tO.add_(bias))
+            return _own(ops.gemm_reduce_scatter.pair(a_Ti, weight_a, b_Tj, weight_b, bias))
 
     @staticmethod
     def backward(ctx: Any, grad_tO: Tensor) -> tuple[Tensor | None, ...]:
@@ -217,13 +214,8 @@ def row_parallel_pair(
 ) -> Tensor:
     """y_tO = reduce_scatter(a @ weight_a^T + b @ weight_b^T) + bias: a parallel block's way out.
 
-    Its forward is not fused: torch's GEMMs accumulate both products in one buffer, then comes one
-    reduce-scatter (ours where kernels run). The sum is one GEMM over the concatenated columns,
-    which would cost a copy of both activations a call and weights that are stored side by side. Two
-    fused calls would send twice the bytes and round both parts to the wire's type. The right form
-    has two reduction loops in one kernel; with operands of their own they exceed the shared memory
-    of an H200 (measured), so it needs descriptors that switch at the seam, which no kernel here
-    has. The backward is fused: one gather of the gradient feeds both weights.
+    One transfer for both products (`gemm_reduce_scatter/pair.py`); in backward one gather of the
+    gradient for both weights.
     """
     y_tO: Tensor = _RowPair.apply(a_Ti, weight_Oi, b_Tj, weight_Oj, bias_O, ops)
     return y_tO

@@ -14,7 +14,10 @@ from megascale.flux.problem import Op
 
 @dataclass
 class Call:
-    """The arguments of one call, as `problem.check` describes them."""
+    """The arguments of one call, as `problem.check` describes them.
+
+    pair  a second (x, weight) of gemm_rs, whose product is added (`gemm_reduce_scatter/pair.py`)
+    """
 
     op: Op
     x: Tensor
@@ -23,11 +26,20 @@ class Call:
     layout: str
     num_rows: int | None = None
     gathered: bool = False
+    pair: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def second(self) -> Call:
+        """The call of the pair alone."""
+        assert self.pair is not None
+        x, weight = self.pair
+        return Call(self.op, x, [weight], [None], self.layout)
 
 
 def check_tensors(call: Call) -> None:
     """FluxError where an argument is no tensor."""
     given: list[Any] = [call.x, *call.weights, *(b for b in call.biases if b is not None)]
+    given += call.pair or ()
     for value in given:
         if not isinstance(value, Tensor):
             raise FluxError(
@@ -58,4 +70,5 @@ class Bound:
                 **self.options,
             )
         (weight,), (bias,) = call.weights, call.biases
-        return self.form(call.x, weight, bias, self.ranks, layout=call.layout, **self.options)
+        options = self.options if call.pair is None else {**self.options, "pair": call.pair}
+        return self.form(call.x, weight, bias, self.ranks, layout=call.layout, **options)

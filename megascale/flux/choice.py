@@ -20,6 +20,7 @@ from megascale.flux.call import Bound, Call
 from megascale.flux.default_rule import Mode, default_form
 from megascale.flux.forms import configs, forms, missing
 from megascale.flux.gemm_config import capability_of
+from megascale.flux.gemm_reduce_scatter import pair
 from megascale.flux.problem import Problem
 from megascale.flux.settings import Settings
 from megascale.flux.timing import EagerTimer, HostTimer
@@ -55,6 +56,30 @@ def choose(problem: Problem, call: Call, arena: Arena, settings: Settings, when:
             f'({", ".join(allowed)}) in this installation; use mode "auto"'
         )
     return offered[chosen.label][1]
+
+
+def choose_pair(problem: Problem, arena: Arena, settings: Settings, when: Mode) -> Bound | None:
+    """The fused form of two products; None where it cannot run, or is not what should.
+
+    problem  of both together. It was tuned, if at all, as one product of its size.
+    """
+    cache, _ = _tuner_of(arena.group, settings.cache, arena.device)
+    key = Key.of(problem, when, device=arena.device)
+    by_rule = default_form(key.problem, when) == "fused"
+    if settings.mode == "chunked" or not settings.spin or not (by_rule or settings.mode == "fused"):
+        return None
+    offered = [
+        Candidate("fused", config, _never)
+        for config in pair.configs(problem, capability_of(arena.device))
+    ]
+    if not offered:
+        return None
+    config = _of_some(key, offered, cache).config
+    return Bound("fused", pair.fused, arena, {"config": config})
+
+
+def _never() -> object:
+    raise AssertionError("it is chosen, not measured")
 
 
 def _candidates(

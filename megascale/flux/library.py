@@ -78,12 +78,37 @@ def gemm_reduce_scatter(
 
 @gemm_reduce_scatter.register_fake
 def _(x_TK: Tensor, weight: Tensor, bias: Tensor | None, key: str, layout: str) -> Tensor:  # noqa: ARG001
+    return _own_rows(x_TK, weight, key, layout)
+
+
+@torch.library.custom_op("megascale::gemm_reduce_scatter_pair", mutates_args=())
+def gemm_reduce_scatter_pair(
+    a_TK: Tensor,
+    weight_a: Tensor,
+    b_TJ: Tensor,
+    weight_b: Tensor,
+    bias: Tensor | None,
+    key: str,
+    layout: str,
+) -> Tensor:
+    """y_tN of two products."""
     operator = _operator(key)
-    m = x_TK.shape[0]
-    c = (m + operator.world_size - 1) // operator.world_size
-    first = torch.sym_min(operator.rank * c, m)  # m may be symbolic
-    end = torch.sym_min((operator.rank + 1) * c, m)
-    return x_TK.new_empty(end - first, _columns(weight, layout))
+    with torch.no_grad():
+        y_tN: Tensor = operator.pair(a_TK, weight_a, b_TJ, weight_b, bias, weight_layout=layout)
+    return y_tN
+
+
+@gemm_reduce_scatter_pair.register_fake
+def _(
+    a_TK: Tensor,
+    weight_a: Tensor,
+    b_TJ: Tensor,  # noqa: ARG001 - as in the real one
+    weight_b: Tensor,  # noqa: ARG001
+    bias: Tensor | None,  # noqa: ARG001
+    key: str,
+    layout: str,
+) -> Tensor:
+    return _own_rows(a_TK, weight_a, key, layout)
 
 
 @torch.library.custom_op("megascale::gemm_all_reduce", mutates_args=())
@@ -111,6 +136,15 @@ def all_gather(x_tK: Tensor, key: str, num_rows: int | None) -> Tensor:
 def _(x_tK: Tensor, key: str, num_rows: int | None) -> Tensor:
     m = x_tK.shape[0] * _operator(key).world_size if num_rows is None else num_rows
     return x_tK.new_empty(m, x_tK.shape[1])
+
+
+def _own_rows(x_TK: Tensor, weight: Tensor, key: str, layout: str) -> Tensor:
+    operator = _operator(key)
+    m = x_TK.shape[0]
+    c = (m + operator.world_size - 1) // operator.world_size
+    first = torch.sym_min(operator.rank * c, m)  # m may be symbolic
+    end = torch.sym_min((operator.rank + 1) * c, m)
+    return x_TK.new_empty(end - first, _columns(weight, layout))
 
 
 def _columns(weight: Tensor, layout: str) -> int:

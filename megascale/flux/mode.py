@@ -40,7 +40,7 @@ FluxMode = Literal["auto", "fused", "chunked", "reference"]
 class FluxChoice:
     """What to hand to the operators.
 
-    spin  kernels that fill the GPU may wait for peers; with "auto" alone it can be False
+    spin  kernels that fill the GPU may wait for peers
     """
 
     mode: FluxMode
@@ -48,7 +48,7 @@ class FluxChoice:
     reason: str
 
     def __str__(self) -> str:
-        form = self.mode if self.spin or self.mode != "auto" else "chunked"
+        form = self.mode if self.spin else "chunked"
         return f"{form} ({self.reason})"
 
 
@@ -86,4 +86,4 @@ def choose_mode(
             "parallelism.flux_reserve_sms to the thread blocks of all NCCL kernels that run at "
             'once (NCCL_MAX_CTAS each), or use "auto"'
         )
-    return FluxChoice(asked, True, "asked for")
+    return FluxChoice(asked, not unsafe, "asked for")

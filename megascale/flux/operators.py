@@ -41,7 +41,7 @@ from megascale.errors import FluxError
 from megascale.flux import collectives, library
 from megascale.flux.call import Bound, Call, check_tensors
 from megascale.flux.deadline import Deadline
-from megascale.flux.forms import forms
+from megascale.flux.gemm_reduce_scatter.pair import sum_of_products
 from megascale.flux.mode import FluxMode
 from megascale.flux.problem import Op, check, own_rows
 from megascale.flux.ranks import gemm, padded
@@ -255,23 +255,35 @@ class GemmReduceScatter(_Operator):
             y_tN = self._ended(bound, call)
             return lambda: y_tN
         partial_TN = gemm(x_TK, weight, layout=weight_layout)  # type: ignore[arg-type] # checked
-        return self._start_reference(partial_TN)
-
-    def _start_reference(self, x_TD: Tensor) -> Started:
-        first, end = own_rows(x_TD.shape[0], self.rank, self.world_size)
-        rows = -(-x_TD.shape[0] // self.world_size)
-        pending = collectives.start_reduce_scatter(padded(x_TD, rows * self.world_size), self.group)
+        first, end = own_rows(x_TK.shape[0], self.rank, self.world_size)
+        whole_TN = padded(partial_TN, -(-x_TK.shape[0] // self.world_size) * self.world_size)
+        pending = collectives.start_reduce_scatter(whole_TN, self.group)
         return lambda: pending.wait()[: end - first]
 
-    def reduce_scatter(self, x_TD: Tensor) -> Tensor:
-        """The own rows of the sum over ranks, without a GEMM."""
-        if self._selection is None:
-            return x_TD
-        arena = self._selection.arena_for_rows(x_TD, spins=True)
-        if arena is None:
-            return self._start_reference(x_TD)()
-        y_tD: Tensor = forms("reduce_scatter")["plain"](x_TD, arena)
-        return y_tD
+    def pair(
+        self,
+        a: Tensor,
+        weight_a: Tensor,
+        b: Tensor,
+        weight_b: Tensor,
+        bias: Tensor | None = None,
+        *,
+        weight_layout: str = "NK",
+    ) -> Tensor:
+        """y [t, N] = reduce_scatter(a @ A + b @ B) + bias: two products, one transfer.
+
+        a, b                [T, K] and [T, J] of this rank
+        weight_a, weight_b  [N, K] and [N, J] ("NK"), or their transposes ("KN")
+        Raises FluxError before anything is launched.
+        """
+        _refuse_gradients(a, weight_a, b, weight_b, bias)
+        if self._in_graph():
+            return library.gemm_reduce_scatter_pair(
+                a, weight_a, b, weight_b, bias, self._key, weight_layout
+            )
+        call = Call(self.op, a, [weight_a], [bias], weight_layout, pair=(b, weight_b))
+        y_tN: Tensor = self._execute(call)
+        return y_tN
 
 
 class GemmAllReduce(_Operator):
@@ -315,7 +327,8 @@ def _check_group(group: Any) -> None:
 
 def _check_alone(call: Call) -> None:
     check_tensors(call)
-    check(call.op, call.x, call.weights, call.biases, None, call.layout, call.num_rows)
+    for part in [call] if call.pair is None else [call, call.second]:
+        check(part.op, part.x, part.weights, part.biases, None, part.layout, part.num_rows)
 
 
 def _alone(call: Call) -> Any:
@@ -326,7 +339,10 @@ def _alone(call: Call) -> Any:
         terms = zip(call.weights, call.biases, strict=True)
         outputs = [gemm(call.x, weight, bias, layout=layout) for weight, bias in terms]
         return outputs, call.x if call.gathered else None
-    y = gemm(call.x, call.weights[0], layout=layout)
+    if call.pair is None:
+        y = gemm(call.x, call.weights[0], layout=layout)
+    else:
+        y = sum_of_products(call.x, call.weights[0], layout, call.pair)
     return y if call.biases[0] is None else y.add_(call.biases[0])
 
 

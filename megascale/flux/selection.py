@@ -22,9 +22,10 @@ from torch import Tensor
 from megascale.errors import FluxError
 from megascale.flux.arena import Arena
 from megascale.flux.call import Bound, Call, check_tensors
-from megascale.flux.choice import choose
+from megascale.flux.choice import choose, choose_pair
 from megascale.flux.default_rule import Mode
 from megascale.flux.forms import forms
+from megascale.flux.gemm_reduce_scatter import pair
 from megascale.flux.machine import why_not_fused
 from megascale.flux.problem import Op, Problem, check
 from megascale.flux.ranks import GroupOnly
@@ -32,6 +33,8 @@ from megascale.flux.settings import Settings
 from megascale.flux.tuner import REFERENCE
 
 logger = logging.getLogger(__name__)
+
+MOST_ANSWERS = 4096  # kept, about a kilobyte each: a server may see any number of rows
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -59,23 +62,52 @@ class Selection:
         if answer is None:
             answer = self._answer(call)
             if look is not None:
+                if len(self._answers) >= MOST_ANSWERS:
+                    self._answers.clear()
                 self._answers[look] = answer
         bound = answer[1]
         if bound.name != REFERENCE:
             call.x = _readable(call.x)
+            if call.pair is not None:
+                call.pair = _readable(call.pair[0]), call.pair[1]
             self._set(bound.ranks)
         return answer
 
     def _answer(self, call: Call) -> tuple[Problem, Bound]:
         check_tensors(call)
+        if call.pair is not None:
+            return self._answer_pair(call, call.second)
         problem = self._for_kernels(call)
         if problem is None:
             return self._check(call), self._reference(call.op, call.x.device)
         axis = 0 if problem.layout == "NK" else 1
         whole = replace(problem, n=sum(weight.shape[axis] for weight in call.weights))
-        when: Mode = "graph" if _capturing(call.x) else "eager"
         arena = self.arena(call.x.device)
-        return problem, choose(whole, call, arena, self._settings, when)
+        return problem, choose(whole, call, arena, self._settings, _when(call.x))
+
+    def _answer_pair(self, first: Call, second: Call) -> tuple[Problem, Bound]:
+        """For two products in one: a kernel, or the products and a reduce-scatter."""
+        one, other = self._check(first), self._check(second)
+        if (one.m, one.n) != (other.m, other.n):
+            raise FluxError(
+                f"the products are [{one.m}, {one.n}] and [{other.m}, {other.n}]; to be summed "
+                "they must be equal"
+            )
+        whole = replace(one, k=one.k + other.k)
+        by_kernels = [self._for_kernels(call) is not None for call in (first, second)]
+        if all(by_kernels):
+            arena = self.arena(first.x.device)
+            bound = choose_pair(whole, arena, self._settings, _when(first.x))
+            if bound is not None:
+                return whole, bound
+            if self.mode == "fused":
+                _say_once(self.group, first.x, "two products are one kernel on Hopper only")
+        sum_TN = first.x.new_empty(0, one.n)  # what it is like decides who moves it
+        arena_for_sum = self.arena_for_rows(sum_TN, spins=True)
+        name = REFERENCE if arena_for_sum is None else "plain"
+        ranks = GroupOnly(self.group, first.x.device) if arena_for_sum is None else arena_for_sum
+        options = {"reduce_scatter": forms("reduce_scatter")[name]}
+        return whole, Bound(name, pair.in_sequence, ranks, options)
 
     def _for_kernels(self, call: Call) -> Problem | None:
         """The problem where kernels run it, None where the reference does; FluxError where the mode
@@ -187,9 +219,15 @@ def _look(call: Call) -> object | None:
             misaligned |= weight.data_ptr()
         for bias in call.biases:
             parts += (None,) if bias is None else (bias.shape, bias.dtype, bias.device)
+        if call.pair is not None:
+            parts.append(_look(call.second))
     except AttributeError:
         return None
     return (call.layout, call.num_rows, misaligned % 16 == 0, *parts)
+
+
+def _when(x: Tensor) -> Mode:
+    return "graph" if _capturing(x) else "eager"
 
 
 def _capturing(x: Tensor) -> bool:

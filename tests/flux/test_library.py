@@ -44,6 +44,7 @@ def _mlp(rank: int, world_size: int, m: int) -> bool:
         hidden = torch.relu(a) * b
         return [
             scatter(hidden, down, weight_layout="KN") + 1.0,
+            scatter.pair(hidden, down, hidden, down, weight_layout="KN") + 1.0,
             reduce(hidden, down, weight_layout="KN"),
             whole * 2.0,
         ]
@@ -134,8 +135,11 @@ def _checked(rank: int, world_size: int) -> list[str]:
             (library.gemm_all_reduce, GemmAllReduce),
         ):
             operator = kind(group)
-            arguments_rs = (whole, weight.t().contiguous(), bias, operator._key, "KN")
+            weight_KN = weight.t().contiguous()
+            arguments_rs = (whole, weight_KN, bias, operator._key, "KN")
             torch.library.opcheck(op, arguments_rs, test_utils=tests)
+        twice = (whole, weight_KN, whole, weight_KN, bias, GemmReduceScatter(group)._key, "KN")
+        torch.library.opcheck(library.gemm_reduce_scatter_pair, twice, test_utils=tests)
     with pytest.raises(FluxError) as caught:
         library.gemm_all_reduce(whole, weight, None, "gemm_ar of nobody", "NK")
     return [str(caught.value)]

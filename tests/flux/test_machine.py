@@ -111,7 +111,8 @@ def test_a_cpu_needs_no_exchange() -> None:
         ("auto", True, 0, "no GPU", ("reference", True, "reference (no GPU)")),
         ("fused", False, 0, None, ("fused", True, "fused (asked for)")),
         ("fused", True, 16, None, ("fused", True, "fused (asked for)")),
-        ("chunked", True, 0, None, ("chunked", True, "chunked (asked for)")),
+        ("chunked", False, 0, None, ("chunked", True, "chunked (asked for)")),
+        ("chunked", True, 0, None, ("chunked", False, "chunked (asked for)")),
         ("reference", True, 0, "no GPU", ("reference", True, "reference (asked for)")),
     ],
 )

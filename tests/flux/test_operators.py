@@ -47,9 +47,10 @@ class Partial(NamedTuple):
     y_TN: Tensor
 
     @classmethod
-    def of(cls, m: int, layout: str, rank: int, world_size: int) -> Partial:
-        xs = [_random(10 + r, m, IN) for r in range(world_size)]
-        weights = [_random(20 + r, OUT, IN) for r in range(world_size)]
+    def of(cls, m: int, layout: str, rank: int, world_size: int, seed: int = 0) -> Partial:
+        k = IN + seed // 50  # a second product has another reduction
+        xs = [_random(seed + 10 + r, m, k) for r in range(world_size)]
+        weights = [_random(seed + 20 + r, OUT, k) for r in range(world_size)]
         y_TN = sum((x @ w.t() for x, w in zip(xs, weights, strict=True)), torch.zeros(()))
         return cls(xs[rank], _as(layout, weights[rank]), y_TN)
 
@@ -97,25 +98,31 @@ def _reduces(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-def _collectives(rank: int, world_size: int) -> list[str]:
-    gather, scatter = AllGatherGemm(dist.group.WORLD), GemmReduceScatter(dist.group.WORLD)
+def _pairs(rank: int, world_size: int) -> list[str]:
+    scatter = GemmReduceScatter(dist.group.WORLD)
     wrong = []
-    for m in ROWS:
-        first, end = own_rows(m, rank, world_size)
-        whole = _random(1, m, IN)
-        started = gather.start_all_gather(whole[first:end], m)
-        parts = [_random(30 + r, m, IN) for r in range(world_size)]
-        summed = scatter.reduce_scatter(parts[rank])
-        if not _close(summed, sum(parts, torch.zeros(()))[first:end]):
-            wrong.append(f"reduce_scatter {m}")
-        if not torch.equal(started(), whole):
-            wrong.append(f"all_gather {m}")
+    for m, layout, with_bias in itertools.product(ROWS, ("NK", "KN"), (False, True)):
+        one, other = (Partial.of(m, layout, rank, world_size, seed) for seed in (0, 100))
+        bias = _random(5, OUT) if with_bias else None
+        wanted = one.y_TN + other.y_TN + (0.0 if bias is None else bias)
+        found = scatter.pair(
+            one.x_TK, one.weight, other.x_TK, other.weight, bias, weight_layout=layout
+        )
+        if not _close(found, wanted[slice(*own_rows(m, rank, world_size))]):
+            wrong.append(f"{m} {layout} {with_bias}")
     return wrong
 
 
+def _gathers_alone(rank: int, world_size: int) -> list[int]:
+    gather = AllGatherGemm(dist.group.WORLD)
+    shares = {m: _random(1, m, IN)[slice(*own_rows(m, rank, world_size))] for m in ROWS}
+    started = {m: gather.start_all_gather(share, m) for m, share in shares.items()}
+    return [m for m, wait in started.items() if not torch.equal(wait(), _random(1, m, IN))]
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("check", [_gathers, _reduces, _collectives])
-def test_values(check: Callable[..., list[str]], world_size: int) -> None:
+@pytest.mark.parametrize("check", [_gathers, _reduces, _pairs, _gathers_alone])
+def test_values(check: Callable[..., list[Any]], world_size: int) -> None:
     assert run_ranks(check, world_size) == [[]] * world_size
 
 
@@ -129,7 +136,8 @@ def test_one_rank_is_a_plain_gemm_in_every_mode(mode: Any) -> None:
     assert _close(GemmReduceScatter(None, mode=mode)(x, weight, bias), wanted)
     transposed = weight.t().contiguous()
     assert _close(GemmAllReduce(None)(x, transposed, bias, weight_layout="KN"), wanted)
-    assert GemmReduceScatter(None).reduce_scatter(x) is x
+    both = GemmReduceScatter(None, mode=mode).pair(x, weight, x, weight, bias)
+    assert _close(both, 2 * wanted - bias)
     assert AllGatherGemm(None).start_all_gather(x)() is x
 
 
@@ -187,6 +195,15 @@ def _refused(rank: int, world_size: int) -> list[str]:
                     operator(*arguments, **options)
             except BaseException as error:  # noqa: BLE001 - all cases are looked at
                 silent.append(f"{operator} {name}: {error}")
+    pair = GemmReduceScatter(dist.group.WORLD).pair
+    for second, message in (
+        ((X[1:], WEIGHT), r"the products are \[4, 5\] and \[3, 5\]; to be summed they must be"),
+        ((X, WEIGHT[1:]), r"the products are \[4, 5\] and \[4, 4\]"),
+        ((X, WEIGHT.double()), "weight is torch.float64 and x is torch.float32"),
+        ((X, None), "got NoneType where a tensor is expected"),
+    ):
+        with pytest.raises(FluxError, match=message):
+            pair(X, WEIGHT, *second)
     return silent
 
 

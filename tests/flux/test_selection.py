@@ -217,5 +217,44 @@ def test_each_call_has_the_settings_of_its_operator() -> None:
     assert run_ranks(_shared, 2) == [wanted] * 2
 
 
+def _pairs(rank: int, world_size: int) -> dict[str, list[str]]:
+    """What takes two products: by settings, for few rows and many, with the engine and without."""
+    Machine()
+    group = dist.group.WORLD
+    assert group is not None
+    found = {}
+    for settings in (
+        Settings(),
+        Settings(reserve_sms=8),
+        Settings(spin=False),
+        Settings("fused"),
+        Settings("chunked"),
+        Settings("chunked", spin=False),
+        Settings("reference"),
+    ):
+        taken = []
+        for m, tiles in ((SMALL, [Tiles(1)]), (LARGE, [Tiles(1)]), (LARGE, [])):
+            fused = {"configs": lambda *_, tiles=tiles: tiles, "fused": None}
+            vars(choice)["pair"] = SimpleNamespace(**fused)
+            x, weight = torch.zeros(m, K).bfloat16(), torch.zeros(N, K).bfloat16()
+            call = Call("gemm_rs", x, [weight], [None], "NK", pair=(x, weight))
+            taken.append(Selection(group, settings).bind(call)[1].name)
+        found[str(settings)] = taken
+    return found
+
+
+def test_two_products_are_one_kernel_where_it_may_spin_and_is_there() -> None:
+    for found in run_ranks(_pairs, 2):
+        assert list(found.values()) == [
+            ["plain", "fused", "plain"],
+            ["nccl", "fused", "nccl"],  # our reduce-scatter would wait on reserved SMs too
+            ["nccl", "nccl", "nccl"],
+            ["fused", "fused", "plain"],
+            ["plain", "plain", "plain"],
+            ["nccl", "nccl", "nccl"],
+            ["nccl", "nccl", "nccl"],
+        ]
+
+
 def test_modes_of_the_settings_are_those_of_the_configuration() -> None:
     assert get_args(FluxMode) == get_args(ParallelismConfig.model_fields["flux"].annotation)
