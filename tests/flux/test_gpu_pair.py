@@ -1,4 +1,4 @@
-"""Two products in one GEMM + reduce-scatter, on the GPUs that are there: values, repeated bitwise."""
+"""Two products in one GEMM + reduce-scatter on the GPUs that are there: values, and bitwise again."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megascale.flux import GemmReduceScatter
+from megascale.flux import FluxMode, GemmReduceScatter
 from megascale.flux.tiles import shard_rows
 from megascale.flux.values import mismatch
 from tests.distributed import run_ranks
 from tests.flux.gpu_cases import settle
 
-MODES = ("auto", "fused", "chunked", "reference")
+MODES: tuple[FluxMode, ...] = ("auto", "fused", "chunked", "reference")
 ROWS = (1, 100, 1000, 4097)
 N, K, J = 776, 520, 1096  # reductions that no step divides
 
@@ -50,8 +50,11 @@ def _pairs(rank: int, world_size: int) -> list[str]:
         first, end = shard_rows(m, world_size, rank)
         for mode in MODES:
             scatter = GemmReduceScatter(dist.group.WORLD, mode=mode)
-            own = _of(rank, m, layout, dtype)
-            found = [scatter.pair(*own, bias, weight_layout=layout) for _ in range(6)]
+            a, first_weight, b, second_weight = _of(rank, m, layout, dtype)
+            found = [
+                scatter.pair(a, first_weight, b, second_weight, bias, weight_layout=layout)
+                for _ in range(6)
+            ]
             problem = mismatch([found[-1]], [wanted[first:end]], dtype)
             if problem:
                 failures.append(f"rank {rank}, {mode}, {m}, {layout}, {dtype}: {problem}")
