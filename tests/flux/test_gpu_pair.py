@@ -1,4 +1,4 @@
-"""Two products in one GEMM + reduce-scatter on the GPUs that are there: values, and bitwise again."""
+"""Two products in one GEMM + reduce-scatter on the GPUs that are there: values, bitwise again."""
 
 from __future__ import annotations
 
