@@ -267,6 +267,8 @@ def test_kernels_compile_to_wide_accesses_and_tensor_cores(case: int, capability
     assert copies
     assert all("0x10" in x for x in copies), copies[0]
     assert not [x for x in found.splitlines() if "st.global.b16" in x]
+    debug = ptx(kernel, types, {**constants, "DEADLINE_NS": 1}, capability, **options)
+    assert ("trap;" in found, "trap;" in debug) == (False, True)
     if "IN_BAND" in constants:
         assert ("ld.volatile.global.v4.b32" in found) == constants["IN_BAND"]
     else:

@@ -227,6 +227,43 @@ def test_many_shapes_with_ranks_out_of_step(ranks: Any, world_size: int) -> None
     run_ranks(ranks, world_size, MANY, 0.004, timeout_s=110)
 
 
+def _sums_of_parts(rank: int, world_size: int) -> None:
+    arena = _arena()
+    from megascale.flux.symmetric.launch import sum_arrived, sum_parts, wait_flags
+
+    for c, columns, dtype in [(1, 1, FP32), (5, 24, FP16), (3, 2100, FP32), (9, 48, BF16)]:
+        whole = values(c, (3, c, 2 * columns), dtype)
+        parts, own = whole[:, :, :columns], values(9, (c, columns), dtype)  # rows with strides
+        bias, wide = values(7, (columns,), dtype), torch.full((c, 3 * columns), -7.0, dtype=dtype)
+        y_cN = sum_parts(wide[:, columns : 2 * columns], parts, own=own, rank=1, bias=bias)
+        close(y_cN, in_rank_order([parts[0], own, parts[2]]) + bias.float())
+        assert bool((wide[:, :columns] == -7).all() & (wide[:, 2 * columns :] == -7).all())
+        close(sum_parts(y_cN.new_empty(c, columns), parts), in_rank_order(list(parts)))
+        with arena.turn(1) as slot:  # flags of all parts have come: of every two rows, eight a rank
+            slot.flags[rank][10:34] = 1
+            first = {"first_flag": 10, "flags_per_source": 8, "rows_per_flag": 2}
+            sum_arrived(y_cN, parts, arena, slot, own=parts[rank], bias=bias, **first, counter=2)
+            close(y_cN, in_rank_order(list(parts)) + bias.float())
+            cleared = (slot.flags[rank][10:34] == 0).view(3, 8)
+            assert not arena.done.any()
+            wanted = [r != rank and f < -(-c // 2) for r in range(3) for f in range(8)]
+            assert cleared.flatten().tolist() == wanted
+            slot.flags[rank][10:34] = 1
+            wait_flags(arena, slot, range(10, 34, 8), skip_own=False)
+            assert slot.flags[rank].nonzero().flatten().tolist() == [
+                flag for flag in range(10, 34) if flag not in (10, 18, 26)
+            ]
+            slot.flags[rank][:34] = 1
+            wait_flags(arena, slot, range(34), per_source=12)  # those of this rank are left
+            own_flags = range(12 * rank, min(12 * rank + 12, 34))
+            assert slot.flags[rank].nonzero().flatten().tolist() == list(own_flags)
+            slot.flags[rank].zero_()
+
+
+def test_parts_are_summed_where_they_lie_and_flags_are_cleared() -> None:
+    run_ranks(_sums_of_parts, 3)
+
+
 def _refusals(rank: int, world_size: int) -> list[str]:
     arena = _arena()
     from megascale.flux.symmetric.all_gather import all_gather
@@ -277,6 +314,25 @@ def test_the_second_hop_pays_from_a_size_on_and_never_for_two_ranks() -> None:
     assert [sizes.shots(size, 8) for size in (1 << 14, 1 << 17, 1 << 18, 1 << 20)] == [1, 1, 2, 2]
     assert sizes.fits_in_band(131072, 2, 1, 65536)
     assert not sizes.fits_in_band(131073, 2, 1, 65536)
+
+
+@pytest.mark.parametrize("capability", TARGETS)
+@pytest.mark.parametrize("wait", [False, True])
+def test_the_sum_of_parts_compiles_to_accesses_of_16_bytes(wait: bool, capability: int) -> None:
+    from megascale.flux.symmetric.kernel import sum_parts_kernel
+
+    names = ("columns", "stride_out", "stride_own", "stride_part", "stride_row")
+    types = dict.fromkeys(("out_ptr", "parts_ptr", "own_ptr", "bias_ptr"), "*bf16:16")
+    types |= dict.fromkeys(("flag_ptrs", "report_ptr"), "*i64:16") | {"done_ptr": "*i32:16"}
+    types |= dict.fromkeys(names, "i32:16")
+    types |= dict.fromkeys(("rows", "first_flag", "flags_per_source", "rows_per_flag"), "i32")
+    constants = {"RANK": 1, "WORLD": 2, "HAS_OWN": True, "HAS_BIAS": True, "WAIT": wait}
+    constants |= {"BLOCK_R": 2, "BLOCK_C": 2048, "BLOCK_F": 1, "DEADLINE_NS": 0}
+    found = ptx(sum_parts_kernel, types, constants, capability, num_warps=8)
+    loads = [x for x in found.splitlines() if "ld.global" in x and ".v4.b32" in x]
+    assert len(loads) == 5  # two of each part, one of the bias
+    assert found.count("st.global.v4.b32") == 2
+    assert ("ld.acquire.sys" in found) == wait
 
 
 def _symmetric_kernels() -> list[tuple[Any, str, dict[str, Any], int, int]]:
