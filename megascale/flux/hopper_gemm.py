@@ -44,6 +44,14 @@ def fence_async_global():
 
 
 @gluon.jit
+def wait_stores_but_one():
+    """At most one TMA store of this thread is not written yet."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 1; mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def wait_stores_written():
     """All TMA stores of this thread are written and visible, not merely read from shared memory."""
     gl.inline_asm_elementwise(

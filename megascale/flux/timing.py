@@ -143,6 +143,8 @@ class GraphTimer:
         self._burst_ms = burst_ms
         self._most_calls = most_calls
         self._pool = torch.cuda.graph_pool_handle()
+        # A pool that no graph uses any more cannot be used again: this one stays.
+        self._anchor = self._capture(lambda: self._eager._token.add_(0), 1)
 
     def prepare(self, run: Run) -> Probe:
         for _ in range(WARM_UP_CALLS):

@@ -29,6 +29,7 @@ class Tiles:
     group_m: int = 8
     num_stages: int = 3
     chunks: int = 1
+    pieces: int = 16
 
 
 def _data(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -166,6 +167,8 @@ SCATTER = [
     (3, 1027, 776, 136, "KN", True, Tiles(block_n=128, num_stages=4)),
     (4, 4096, 1024, 2048, "NK", False, Tiles(block_m=256, block_n=128)),
     (8, 4096, 512, 512, "NK", False, Tiles()),
+    (2, 1000, 776, 520, "NK", True, Tiles(pieces=1)),
+    (2, 1000, 776, 520, "NK", True, Tiles(block_n=128, num_stages=5, pieces=8)),
 ]
 
 

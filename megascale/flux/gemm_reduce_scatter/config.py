@@ -5,8 +5,9 @@ The communication tile is the GEMM's tile: it travels from the epilogue that mad
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
+from megascale.errors import FluxError
 from megascale.flux.arena import NUM_FLAGS
 from megascale.flux.gemm_config import HOPPER, GemmConfig, tiles_for
 from megascale.flux.problem import Problem
@@ -15,7 +16,18 @@ from megascale.flux.tiles import ceil_div
 
 @dataclass(frozen=True)
 class FusedReduceScatter(GemmConfig):
-    """Only what the GEMM has."""
+    """
+    pieces  Hopper engine: parts in which a tile is stored at its owner, two of them on their way. A
+            whole tile from every SM at once fills the paths to the link, and the GEMM's own loads
+            stand behind it
+    """
+
+    pieces: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pieces not in (1, 2, 4, 8, 16):
+            raise FluxError(f"pieces must be 1, 2, 4, 8 or 16, got {self.pieces}")
 
 
 def num_flags(rows: int, n: int, world_size: int, config: GemmConfig) -> int:
@@ -31,4 +43,6 @@ def candidates(problem: Problem, capability: tuple[int, int] = HOPPER) -> list[F
     """
     c, n = problem.rows_a_rank, problem.n
     tiles = [FusedReduceScatter(**asdict(t)) for t in tiles_for(capability, c, n, problem.k)]
+    if tiles[0].engine == "hopper":
+        tiles += [replace(tiles[0], pieces=8), replace(tiles[0], pieces=1)]
     return [t for t in tiles if num_flags(c, n, problem.world_size, t) <= NUM_FLAGS] or tiles[:1]

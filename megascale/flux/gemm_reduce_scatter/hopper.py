@@ -47,6 +47,7 @@ from megascale.flux.hopper_gemm import (
     fence_async_global,
     make_ring,
     tile_in_shard,
+    wait_stores_but_one,
     wait_stores_written,
     weight_descriptor,
 )
@@ -210,6 +211,7 @@ def _carry(
     report_ptr,
     grid,
     tile_out,
+    PIECES: gl.constexpr,
     DEADLINE_NS: gl.constexpr,
 ):
     ready_phase = 0
@@ -223,7 +225,7 @@ def _carry(
             slot_ptr,
             shape=[grid.shard_rows, grid.num_columns],
             strides=[grid.num_columns.to(gl.int64), 1],
-            block_shape=out_desc.block_shape,
+            block_shape=[grid.BLOCK_M // PIECES, grid.BLOCK_N],
             layout=out_desc.layout,
         )
         flags_ptr = gl.load(flag_ptrs + dst).to(gl.pointer_type(gl.int32)) + grid.rank * tiles
@@ -231,7 +233,14 @@ def _carry(
             row, column = grid.at(tile)
             mbarrier.wait(tile_out.ready, ready_phase)
             ready_phase = ready_phase ^ 1
-            tma.async_copy_shared_to_global(slot_desc, [row, column], tile_out.memory)
+            ROWS: gl.constexpr = grid.BLOCK_M // PIECES
+            for piece in gl.static_range(PIECES):
+                tma.async_copy_shared_to_global(
+                    slot_desc,
+                    [row + piece * ROWS, column],
+                    tile_out.memory.slice(piece * ROWS, ROWS),
+                )
+                wait_stores_but_one()
             wait_stores_written()
             mbarrier.arrive(tile_out.free)
             set_flag(flags_ptr + tile)
@@ -284,6 +293,7 @@ def gemm_reduce_scatter_hopper(
     KN: gl.constexpr,
     PAIR: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    PIECES: gl.constexpr,
     DEADLINE_NS: gl.constexpr,
 ):
     """At most one program an SM; see the module."""
@@ -318,6 +328,7 @@ def gemm_reduce_scatter_hopper(
                     report_ptr,
                     grid,
                     tile_out,
+                    PIECES,
                     DEADLINE_NS,
                 ),
             ),
@@ -419,6 +430,7 @@ def _launch_first(
         KN=layout == "KN",
         PAIR=is_pair,
         HAS_BIAS=bias is not None,
+        PIECES=config.pieces,
         DEADLINE_NS=arena.deadline_ns,
         num_warps=CONSUMER_WARPS.value,
     )
