@@ -44,5 +44,5 @@ def candidates(problem: Problem, capability: tuple[int, int] = HOPPER) -> list[F
     c, n = problem.rows_a_rank, problem.n
     tiles = [FusedReduceScatter(**asdict(t)) for t in tiles_for(capability, c, n, problem.k)]
     if tiles[0].engine == "hopper":
-        tiles += [replace(tiles[0], pieces=8), replace(tiles[0], pieces=1)]
+        tiles[1:1] = [replace(tiles[0], pieces=1)]
     return [t for t in tiles if num_flags(c, n, problem.world_size, t) <= NUM_FLAGS] or tiles[:1]
