@@ -230,7 +230,8 @@ def test_a_configuration_that_no_kernel_takes_is_refused() -> None:
 
 
 def _kernels() -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
-    from megascale.flux.few_rows.kernel import gather_gemm_kernel, gemm_sum_kernel
+    from megascale.flux.few_rows.gathered.kernel import gather_gemm_kernel
+    from megascale.flux.few_rows.summed.kernel import gemm_sum_kernel
 
     shape = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "SPLITS": 1, "NK": True}
     wide = {**shape, "BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "SPLITS": 2, "NK": False}

@@ -90,7 +90,7 @@ def _prepare(
     which: tuple[int, bool],
 ) -> Call:
     """The call of weight number which[0], with a bias or without."""
-    from megascale.flux.few_rows.kernel import gather_gemm_kernel
+    from megascale.flux.few_rows.gathered.kernel import gather_gemm_kernel
 
     (number, has_bias), world_size = which, arena.world_size
     config = config or default_config("ag_gemm", m, sum(columns), k, arena, dtype)

@@ -25,6 +25,6 @@ rows, which again are sent before the peers wait for anything of others than the
 In the interpreter programs run one after another. There the kernel is launched in phases, each of
 which ends before what the next one waits for.
 
-Files: `plan.py` (arithmetic), `config.py` (for the tuner), `kernel.py`, `launch.py`; the forms are
-`few_rows.py` of each operator.
+Files: `config.py` (for the tuner), `kernel.py` and `launch.py` (what both kernels share), `summed/`
+and `gathered/` (a kernel each); the forms are `few_rows.py` of each operator.
 """

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from megascale.flux.few_rows.config import FewRows, candidates
-from megascale.flux.few_rows.sums import summed_product
+from megascale.flux.few_rows.summed.launch import summed_product
 from megascale.flux.problem import Layout
 
 if TYPE_CHECKING:

@@ -69,7 +69,7 @@ def _prepare(
     scatter: bool,
     has_bias: bool,
 ) -> Call:
-    from megascale.flux.few_rows.kernel import gemm_sum_kernel
+    from megascale.flux.few_rows.summed.kernel import gemm_sum_kernel
 
     (m, n, k), world_size, size = mnk, arena.world_size, dtype.itemsize
     config = config or default_config("gemm_rs" if scatter else "gemm_ar", m, n, k, arena, dtype)

@@ -1,0 +1,1 @@
+"""A GEMM of few rows that are gathered from all ranks."""

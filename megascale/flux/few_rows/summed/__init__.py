@@ -1,0 +1,1 @@
+"""A GEMM of few rows whose tiles are summed over ranks."""
