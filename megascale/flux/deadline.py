@@ -39,6 +39,11 @@ class Deadline:
 
     def roll_call(self, problem: Problem) -> None:
         """All ranks have come to this call and were given the same. Raises FluxError otherwise."""
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise FluxError(
+                "deadline_s makes a call wait for its end, which a CUDA graph cannot capture; make "
+                "the operator without it for the capture"
+            )
         name = self._group.group_name
         number = _calls[name] = _calls.get(name, 0) + 1
         store = self._group.get_group_store()
@@ -73,7 +78,7 @@ class Deadline:
         """
         try:
             yield
-            if torch.cuda.is_available() and torch.cuda.is_initialized():
+            if torch.cuda.is_initialized():
                 self._wait(op)
         except RuntimeError as error:
             waited = None if report is None else decoded(report.tolist())
