@@ -106,9 +106,9 @@ class _Operator:
         if self._selection is None:
             _check_alone(call)
             return None
+        if self._deadline is not None:  # first: the first call of a group is collective to bind
+            self._deadline.roll_call(self._selection.checked(call))
         problem, bound = self._selection.bind(call)
-        if self._deadline is not None:
-            self._deadline.roll_call(problem)
         if problem.m:
             return bound
         if call.op == "ag_gemm" and call.num_rows is None:

@@ -79,7 +79,7 @@ class Selection:
             return self._answer_pair(call, call.second)
         problem = self._for_kernels(call)
         if problem is None:
-            return self._check(call), self._reference(call.op, call.x.device)
+            return self.checked(call), self._reference(call.op, call.x.device)
         axis = 0 if problem.layout == "NK" else 1
         whole = replace(problem, n=sum(weight.shape[axis] for weight in call.weights))
         arena = self.arena(call.x.device)
@@ -87,7 +87,7 @@ class Selection:
 
     def _answer_pair(self, first: Call, second: Call) -> tuple[Problem, Bound]:
         """For two products in one: a kernel, or the products and a reduce-scatter."""
-        one, other = self._check(first), self._check(second)
+        one, other = self.checked(first), self.checked(second)
         if (one.m, one.n) != (other.m, other.n):
             raise FluxError(
                 f"the products are [{one.m}, {one.n}] and [{other.m}, {other.n}]; to be summed "
@@ -115,17 +115,17 @@ class Selection:
         if self.mode == "reference":
             return None
         if call.x.device not in self._obstacles:
-            self._check(call)  # what is wrong here is said before peers are asked anything
+            self.checked(call)  # what is wrong here is said before peers are asked anything
         obstacle = self._obstacle(call.x.device)
         if obstacle is None:
             call.x = _readable(call.x)
             try:
-                return self._check(call, fused=True)
+                return self.checked(call, fused=True)
             except FluxError as error:
                 if self.mode != "auto":
                     raise
                 obstacle = str(error)
-        self._check(call)  # what no form takes is an error, and no reason for the reference
+        self.checked(call)  # what no form takes is an error, and no reason for the reference
         if self.mode != "auto":
             raise FluxError(
                 f'mode is "{self.mode}", and {obstacle}; use mode "auto", which takes the '
@@ -167,7 +167,10 @@ class Selection:
         kernels_can = x_D.dtype in KERNEL_DTYPES and x_D.shape[1] * x_D.element_size() % 16 == 0
         return self.arena(x_D.device) if kernels_can else None
 
-    def _check(self, call: Call, *, fused: bool = False) -> Problem:
+    def checked(self, call: Call, *, fused: bool = False) -> Problem:
+        """The problem, by what this rank alone knows. FluxError for what no form takes, or with
+        `fused` kernels do not."""
+        check_tensors(call)
         problem = check(
             call.op,
             call.x,
