@@ -42,7 +42,7 @@ class Place(NamedTuple):
     most_rows: int = 0
 
 
-_FEW_ROWS = ("few_rows.config", True, 1024)
+_FEW_ROWS = ("few_rows.config", True, 256)
 _AG, _RS, _AR = "all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"
 
 FORMS: dict[str, dict[str, Place]] = {

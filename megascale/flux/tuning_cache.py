@@ -144,8 +144,9 @@ class TuningCache:
         self._choices = dict(entries)
 
     def save(self) -> None:
-        """Write the file, atomically, with what others added to it since it was read.
+        """Write what this process measured into the file, atomically, beside what is there.
 
+        What came from elsewhere (the choices shipped with the package) is not copied into it.
         One rank calls this. Raises FluxError where the folder cannot be written.
         """
         if self.path is None:
@@ -157,7 +158,7 @@ class TuningCache:
                 kept = self.path.with_name(self.path.name + ".unreadable")
                 os.replace(self.path, kept)
                 logger.warning("tuning cache %s %s; it was moved to %s", self.path, problem, kept)
-            _write(self.path, {**self._choices, **on_disk, **self._own})
+            _write(self.path, {**on_disk, **self._own})
         except OSError as error:
             raise FluxError(
                 f"the tuning cache {self.path} cannot be written ({error}); give a path in a "
