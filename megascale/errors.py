@@ -50,7 +50,7 @@ class MissingExtraError(MegascaleError):
 
 
 class FluxError(MegascaleError):
-    """A fused operator refuses its arguments, this machine cannot run it, or a peer did not come."""
+    """A fused operator refuses its arguments or this machine, or a peer did not come."""
 
     exit_code = 8
 

@@ -6,7 +6,8 @@ parameters are laid out once, as Triton's launcher would, and a call rewrites th
 differ from the call before.
 
 Invariant: the kernel was compiled for exactly the integers it is launched with; a `KernelCall`
-belongs to one problem. Addresses must keep the alignment that the compiler was told (16 bytes):
+belongs to one problem, and to one group where the kernel has scratch memory (two launches at once
+would share it). Addresses must keep the alignment that the compiler was told (16 bytes):
 `launch` refuses others.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any
 
 import torch
@@ -66,6 +68,7 @@ class KernelCall:
     """
 
     def __init__(self, compiled: Any, arguments: dict[str, Any], programs: int) -> None:
+        self._lock = Lock()  # parameters belong to one launch until the driver has copied them
         self._function = compiled.function
         self._programs = programs
         self._threads = 32 * compiled.metadata.num_warps
@@ -78,10 +81,17 @@ class KernelCall:
 
     def launch(self, stream: int, tensors: Sequence[Tensor]) -> None:
         """Launch with these tensors in place of those of the first launch, of the same shapes."""
-        self._params.point_at([tensor.data_ptr() for tensor in tensors])
-        driver().launch(
-            self._function, self._programs, self._threads, self._shared, stream, self._params.array
-        )
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        with self._lock:
+            self._params.point_at(addresses)
+            driver().launch(
+                self._function,
+                self._programs,
+                self._threads,
+                self._shared,
+                stream,
+                self._params.array,
+            )
 
 
 class Parameters:

@@ -35,7 +35,7 @@ ODD = [(64, 33, 64), (1000, 265, 520), (65, 264, 37), (130, 1, 1), (512, 129, 25
 def test_values_by_pointers(op: str, world: int, layout: str) -> None:
     config = CONFIGS[op](tma=False, **AMPERE)
     for shape in SHAPES:
-        wrong = _check(op, forms(op)["fused"], world, shape, layout, {"config": config})
+        wrong = _check(op, "fused", forms(op)["fused"], world, shape, layout, {"config": config})
         assert wrong == "", shape
 
 
@@ -44,5 +44,5 @@ def test_values_by_pointers(op: str, world: int, layout: str) -> None:
 def test_rows_of_any_length(op: str, layout: str) -> None:
     config = CONFIGS[op](**AMPERE)
     for shape in ODD:
-        wrong = _check(op, forms(op)["fused"], 2, shape, layout, {"config": config})
+        wrong = _check(op, "fused", forms(op)["fused"], 2, shape, layout, {"config": config})
         assert wrong == "", shape

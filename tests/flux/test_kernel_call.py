@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import re
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from megascale.flux import kernel_call
-from megascale.flux.kernel_call import Parameters
+from megascale.flux.kernel_call import KernelCall, Parameters
 
 META = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [128, 64]}
 SIGNATURE = {
@@ -86,6 +88,42 @@ def test_only_what_moved_is_rewritten_and_maps_are_remembered(fake: FakeDriver) 
 def test_an_address_that_the_compiler_was_not_told_of_is_refused(fake: FakeDriver) -> None:
     with pytest.raises(AssertionError, match="tensor 1 at an address that 16 does not divide"):
         _parameters().point_at([64, 72])
+
+
+def test_launches_of_two_threads_do_not_mix_their_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[int, int]] = []
+
+    class SlowDriver:
+        def launch(self, *arguments: Any) -> None:
+            address = arguments[-1][0]
+            before = ctypes.c_uint64.from_address(address).value
+            time.sleep(0.001)  # the driver copies the parameters; the interpreter lock is free
+            seen.append((before, ctypes.c_uint64.from_address(address).value))
+
+    monkeypatch.setattr(kernel_call, "driver", SlowDriver)
+    compiled = SimpleNamespace(
+        function=1,
+        src=SimpleNamespace(signature={"x_ptr": "*i32"}),
+        metadata=SimpleNamespace(
+            num_warps=4, shared=0, global_scratch_size=0, tensordesc_meta=None
+        ),
+    )
+    tensors = [torch.zeros(64, dtype=torch.int32) for _ in range(2)]
+    call = KernelCall(compiled, {"x_ptr": tensors[0]}, 1)
+
+    def repeat(tensor: torch.Tensor) -> None:
+        for _ in range(20):
+            call.launch(0, [tensor])
+
+    threads = [threading.Thread(target=repeat, args=(tensor,)) for tensor in tensors]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(before == after for before, after in seen)
+    assert {before for before, _ in seen} == {tensor.data_ptr() for tensor in tensors}
 
 
 @pytest.mark.full

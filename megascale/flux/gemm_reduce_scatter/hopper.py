@@ -369,7 +369,8 @@ def launch(
     added = out if bias is None else bias
     key = (
         x_mK.shape, weight.shape, x2.shape, x_mK.dtype, layout, slot.world_size, config,
-        bias is None, pair is None, slot.rank, arena.num_sms, arena.deadline_ns, x_mK.device,
+        bias is None, pair is None, id(arena), slot.rank, arena.num_sms, arena.deadline_ns,
+        x_mK.device,
     )  # fmt: skip
     tensors = (
         x_mK, weight, x2, weight2, slot.data[slot.rank], out, added, slot.data_ptrs,
