@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measure what this machine allows: without a GPU the first run of a newcomer, with GPUs every case of
-# the bench `step` that has enough of them.
+# the bench `step` that has enough of them, and the fused operators.
 #
 # Targets of `step`: within 10 % of Megatron-Core 0.19.2 on the same machine, same shapes, batch and layout (no
 # recomputation, distributed optimizer, fp32 gradients), which is the baseline of each row.
@@ -34,3 +34,7 @@ step 2 gpt3-175b-4l 0.517 0.574 $wide \
 step 2 gpt3-175b-4l 0.413 0.459 $wide \
     parallelism.tensor_parallel_size=1 parallelism.pipeline_parallel_size=2 \
     parallelism.virtual_pipeline_size=2
+
+if [ "$gpus" -ge 2 ]; then
+    "$python" -m megascale bench flux ${COMMIT:+--commit "$COMMIT"}
+fi
