@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 
 import numpy as np
@@ -95,6 +96,9 @@ def _inputs_alive(rank: int, world_size: int) -> list[bool]:
     before = kept() is not None
     gathering.wait()
     pending.wait()
+    deadline = time.monotonic() + 10  # a thread of gloo may hold a finished input for a moment
+    while kept() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
     return [before, kept() is not None, pending.wait().item() == world_size]
 
 
