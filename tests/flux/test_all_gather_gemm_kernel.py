@@ -91,6 +91,7 @@ FAST = [
 ]
 
 
+@pytest.mark.full
 def test_values() -> None:
     assert run_ranks(_values, 2, FAST, 3) == [[]] * 2
 

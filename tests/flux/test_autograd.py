@@ -22,6 +22,8 @@ from megascale.flux import (
 from megascale.flux.problem import own_rows
 from tests.distributed import run_ranks
 
+pytestmark = pytest.mark.full  # processes and the interpreter: half a minute together
+
 IN, IN_B, OUT = 12, 20, 8  # 4 ranks divide all
 ROWS = (8, 3, 5, 13)
 TOLERANCE = 1e-12  # relative, fp64: the sums differ in order alone

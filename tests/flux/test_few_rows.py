@@ -19,6 +19,8 @@ from tests.distributed import run_ranks
 from tests.flux.ahead_of_time import TARGETS, ptx
 from tests.flux.shared_arena import SharedArena, interpret_kernels
 
+pytestmark = pytest.mark.full  # processes and the interpreter: half a minute together
+
 
 class Case(NamedTuple):
     """One call. num_sms and splits say how works meet programs; in_band how pieces travel."""

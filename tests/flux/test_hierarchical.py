@@ -20,6 +20,8 @@ from megascale.flux.problem import Layout, own_rows
 from megascale.flux.ranks import GroupOnly
 from tests.distributed import run_ranks
 
+pytestmark = pytest.mark.full  # processes and the interpreter: half a minute together
+
 K = 24
 WIDTHS = (16, 9)  # columns of the weights that share a gather
 LAYOUTS: tuple[Layout, ...] = ("NK", "KN")

@@ -23,6 +23,8 @@ from megascale.flux import (
 from megascale.flux.problem import own_rows
 from tests.distributed import run_ranks
 
+pytestmark = pytest.mark.full  # processes and the interpreter: half a minute together
+
 IN, OUT = 6, 5
 
 

@@ -26,6 +26,8 @@ from megascale.flux.problem import own_rows
 from tests.distributed import run_ranks
 from tests.flux.shared_arena import SharedArena, interpret_kernels
 
+pytestmark = pytest.mark.full  # processes and the interpreter: half a minute together
+
 IN, FFN, PASSES = 16, 32, 3  # FFN of a rank
 BF16 = 3e-2  # a chain of three products, each rounded
 

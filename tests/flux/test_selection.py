@@ -162,6 +162,7 @@ def _tuned_now(rank: int, world_size: int, path: str) -> list[Any]:
     return [calls[-1], len(calls) - measured, sorted(set(calls))]
 
 
+@pytest.mark.full
 def test_tune_now_measures_once_what_is_installed(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     for taken, again, names in run_ranks(_tuned_now, 2, str(path)):

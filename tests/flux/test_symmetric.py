@@ -18,6 +18,8 @@ from tests.distributed import run_ranks
 from tests.flux.ahead_of_time import TARGETS, ptx
 from tests.flux.shared_arena import SharedArena, interpret_kernels
 
+pytestmark = pytest.mark.full  # processes and the interpreter: half a minute together
+
 FP16, FP32, BF16 = torch.float16, torch.float32, torch.bfloat16
 # rows of all ranks, columns, type: one, fewer rows than ranks, odd ones, more than a block
 FEW = [(1, 1, FP16), (2, 7, FP32), (5, 33, BF16)]
