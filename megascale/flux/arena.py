@@ -146,7 +146,7 @@ class Arena:
                     "once before the capture, or reserve()"
                 )
             self.reserve(num_bytes)
-        elif self._outgrown is not None:
+        elif self._outgrown is not None and capture is None:  # freeing synchronises
             self._outgrown_turns -= 1
             if self._outgrown_turns == 0:
                 self._outgrown = None

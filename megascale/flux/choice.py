@@ -86,7 +86,7 @@ def _candidates(
     name: str, problem: Problem, call: Call, arena: Arena
 ) -> Iterator[tuple[Candidate, Bound]]:
     """The form in each of its configurations, bound to the arguments of this call."""
-    for config in configs(call.op, name, problem, capability_of(arena.device)) or [None]:
+    for config in configs(call.op, name, problem, capability_of(arena.device)):
         options = {} if config is None else {"config": config}
         bound = Bound(name, forms(call.op)[name], arena, options)
         yield Candidate(name, config, partial(bound.run, call)), bound

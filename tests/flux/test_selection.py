@@ -151,7 +151,7 @@ def _tuned_now(rank: int, world_size: int, path: str) -> list[Any]:
 
         return run
 
-    there["configs"] = lambda *_: []
+    there["configs"] = lambda *_: [None]
     there["forms"] = lambda _op: {
         name: form(name, 400 if name != "chunked" else 1)
         for name in ("nccl", "chunked", "fused", "few_rows", "symm_mem", "plain")
