@@ -9,14 +9,15 @@ from typing import Any
 from torch import Tensor
 
 from megascale.errors import FluxError
-from megascale.flux.problem import Op
+from megascale.flux.problem import Op, Problem, same_kind
 
 
 @dataclass
 class Call:
     """The arguments of one call, as `problem.check` describes them.
 
-    pair  a second (x, weight) of gemm_rs, whose product is added (`gemm_reduce_scatter/pair.py`)
+    pair   a second (x, weight) of gemm_rs, whose product is added (`gemm_reduce_scatter/pair.py`)
+    names  what messages call x and weight
     """
 
     op: Op
@@ -27,24 +28,43 @@ class Call:
     num_rows: int | None = None
     gathered: bool = False
     pair: tuple[Tensor, Tensor] | None = None
+    names: tuple[str, str] = ("x", "weight")
 
     @property
     def second(self) -> Call:
         """The call of the pair alone."""
         assert self.pair is not None
         x, weight = self.pair
-        return Call(self.op, x, [weight], [None], self.layout)
+        return Call(self.op, x, [weight], [None], self.layout, names=("b", "weight_b"))
 
 
 def check_tensors(call: Call) -> None:
     """FluxError where an argument is no tensor."""
-    given: list[Any] = [call.x, *call.weights, *(b for b in call.biases if b is not None)]
-    given += call.pair or ()
-    for value in given:
+    of_x, of_weight = call.names
+    given: list[tuple[str, Any]] = [(of_x, call.x)]
+    given += [(of_weight, weight) for weight in call.weights]
+    given += [("bias", bias) for bias in call.biases if bias is not None]
+    if call.pair is not None:
+        given += zip(call.second.names, call.pair, strict=True)
+    for name, value in given:
         if not isinstance(value, Tensor):
-            raise FluxError(
-                f"got {type(value).__name__} where a tensor is expected; call with x, weight, bias"
-            )
+            raise FluxError(f"{name} is {_short(value)}; it must be a tensor")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) < 40 else f"a {type(value).__name__}"
+
+
+def check_sum(call: Call, one: Problem, other: Problem) -> None:
+    """FluxError where the two products of `call` cannot be summed."""
+    assert call.pair is not None
+    same_kind("b", call.pair[0], "a", call.x)  # each weight is what its input is
+    if (one.m, one.n) != (other.m, other.n):
+        raise FluxError(
+            f"the products are [{one.m}, {one.n}] and [{other.m}, {other.n}]; to be summed "
+            "they must be equal"
+        )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ Without it a rank that never calls leaves the others waiting, as with every coll
 deadline each call
 
 1. answers a roll call over the group's store before anything is launched: a rank that does not
-   come within the deadline is named, and so is one that calls something else;
+   come within the deadline is named, and so is one that calls something else, has other settings,
+   or refuses the call;
 2. has a deadline in every spin of a kernel, which ends in a report and a trap (`signals.py`);
 3. waits for its own end, so that the error is raised by the call that it belongs to.
 
@@ -15,7 +16,7 @@ be captured into a CUDA graph. After a trap the CUDA context is lost: the proces
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -24,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascale.errors import FluxError
-from megascale.flux.problem import Problem
 
-_calls: dict[str, int] = {}  # by group: calls of all its operators so far
+_calls: dict[str, int] = {}  # by group: calls of all its operators so far, those refused too
+_REFUSED = "refused: "
 
 
 class Deadline:
@@ -37,30 +38,35 @@ class Deadline:
         self._deadline_s = deadline_s
         self._rank, self._world_size = dist.get_rank(group), group.size()
 
-    def roll_call(self, problem: Problem) -> None:
-        """All ranks have come to this call and were given the same. Raises FluxError otherwise."""
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            raise FluxError(
-                "deadline_s makes a call wait for its end, which a CUDA graph cannot capture; make "
-                "the operator without it for the capture"
-            )
-        name = self._group.group_name
-        number = _calls[name] = _calls.get(name, 0) + 1
-        store = self._group.get_group_store()
+    def roll_call(self, op: str, describe: Callable[[], str]) -> None:
+        """All ranks have come to this call and were given the same. Raises FluxError otherwise.
+
+        describe  says what must be equal on all ranks; where it raises, the peers are told
+        """
+        number, store = self._next(), self._group.get_group_store()
         keys = [f"flux/{number}/{rank}" for rank in range(self._world_size)]
-        store.set(keys[self._rank], described(problem))
+        try:
+            _refuse_capture()
+            description = describe()
+        except Exception as error:
+            store.set(keys[self._rank], f"{_REFUSED}{error}")
+            raise
+        store.set(keys[self._rank], description)
         try:
             store.wait(keys, timedelta(seconds=self._deadline_s))
         except RuntimeError:  # DistStoreError of a TCPStore is one; a FileStore raises it plain
-            late = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            if not late:
+            come = {rank: key for rank, key in enumerate(keys) if store.check([key])}
+            if len(come) == len(keys):
                 raise
+            _hear_refusals(op, number, {r: store.get(key).decode() for r, key in come.items()})
+            late = [rank for rank in range(self._world_size) if rank not in come]
             raise FluxError(
-                f"{problem.op}: of {self._world_size} ranks {late} did not call within "
+                f"{op}: of {self._world_size} ranks {late} did not call within "
                 f"{self._deadline_s} s (flux call {number} of rank {self._rank}); see their logs: "
                 "they failed, or run another sequence of calls"
             ) from None
         found = [store.get(key).decode() for key in keys]
+        _hear_refusals(op, number, dict(enumerate(found)))
         if len(set(found)) > 1:
             raise FluxError(
                 f"flux call {number} differs between ranks: "
@@ -69,6 +75,17 @@ class Deadline:
             )
         # Whoever is in call n has left the roll call of n - 1, so nobody reads that of n - 2.
         store.delete_key(f"flux/{number - 2}/{self._rank}")
+
+    def refused(self, error: FluxError) -> None:
+        """Tell the peers, in place of a roll call, that this rank refuses what it was given."""
+        key = f"flux/{self._next()}/{self._rank}"
+        self._group.get_group_store().set(key, f"{_REFUSED}{error}")
+
+    def _next(self) -> int:
+        """The number of this call: taken first, so that a refusal counts on every rank."""
+        name = self._group.group_name
+        number = _calls[name] = _calls.get(name, 0) + 1
+        return number
 
     @contextmanager
     def watch(self, op: str, report: Tensor | None) -> Iterator[None]:
@@ -105,10 +122,22 @@ class Deadline:
             time.sleep(1e-4)
 
 
-def described(problem: Problem) -> str:
-    """What must be equal on all ranks: K is each rank's own where sums are reduced, N else."""
-    local = f"k={problem.k}" if problem.op == "ag_gemm" else f"n={problem.n}"
-    return f"{problem.op} m={problem.m} {local} {problem.dtype}"
+def _refuse_capture() -> None:
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise FluxError(
+            "deadline_s makes a call wait for its end, which a CUDA graph cannot capture; make "
+            "the operator without it for the capture"
+        )
+
+
+def _hear_refusals(op: str, number: int, said: dict[int, str]) -> None:
+    refused = [
+        f"rank {rank} refused its arguments: {text.removeprefix(_REFUSED)}"
+        for rank, text in said.items()
+        if text.startswith(_REFUSED)
+    ]
+    if refused:
+        raise FluxError(f"{op}: flux call {number} was not made; {'; '.join(refused)}")
 
 
 def decoded(report: Sequence[int]) -> str | None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from operator import index
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -57,12 +58,14 @@ def check(
     num_rows: int | None = None,
     *,
     fused: bool = False,
+    names: tuple[str, str] = ("x", "weight"),
 ) -> Problem:
     """The problem, or a FluxError that names the argument. `fused` asks for what kernels need too.
 
     x         [t, K] for ag_gemm, else [T, K]
     weights   [N, K] each ("NK", as nn.Linear stores it) or [K, N] ("KN")
     num_rows  T, where ranks hold unequal shares (ag_gemm only)
+    names     of x and weights, for messages
     """
     if layout not in ("NK", "KN"):
         raise FluxError(f'weight_layout is {layout!r}; legal are "NK" (nn.Linear) and "KN"')
@@ -73,29 +76,63 @@ def check(
     if group is not None and dist.get_rank(group) < 0:
         raise FluxError("this process is not a member of group; every caller must be")
     world, rank = (1, 0) if group is None else (group.size(), dist.get_rank(group))
-    _matrix("x", x)
-    k = x.shape[1]
-    for name, weight, bias in _named(weights, biases):
-        _matrix(name, weight)
-        n = _columns(name, weight, layout, k)
-        _same(name, weight, x)
+    of_x, of_weight = names
+    _matrix(of_x, x)
+    k, first_n = x.shape[1], 0
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        which = "" if len(weights) == 1 else f"[{i}]"
+        _matrix(of_weight + which, weight)
+        n = _columns(of_weight + which, weight, layout, of_x, k)
+        same_kind(of_weight + which, weight, of_x, x)
         if bias is not None:
-            _bias(name.replace("weight", "bias"), bias, n, x)
-    m = _rows(op, x, num_rows, world, rank)
+            _bias("bias" + which, bias, n, of_x, x)
+        first_n = first_n if i else n
+    m = _rows(op, of_x, x, num_rows, world, rank)
     if fused:
         _kernels_can(x, weights)
-    return Problem(op, m, _columns("weight", weights[0], layout, k), k, world, x.dtype, layout)  # type: ignore[arg-type]
+    return Problem(op, m, first_n, k, world, x.dtype, layout)  # type: ignore[arg-type] # checked
 
 
-def _named(
-    weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-) -> list[tuple[str, Tensor, Tensor | None]]:
-    if len(weights) == 1:
-        return [("weight", weights[0], biases[0])]
-    return [
-        (f"weight[{i}]", weight, bias)
-        for i, (weight, bias) in enumerate(zip(weights, biases, strict=True))
-    ]
+def check_rows(x: Any, num_rows: int | None, group: dist.ProcessGroup | None) -> int:
+    """T of an all-gather of x [t, K] without a GEMM; FluxError where its arguments are wrong."""
+    if not isinstance(x, Tensor):
+        raise FluxError(f"x is {x!r}; it must be a tensor [t, K]")
+    _matrix("x", x)
+    world, rank = (1, 0) if group is None else (group.size(), dist.get_rank(group))
+    m = _rows("ag_gemm", "x", x, num_rows, world, rank)
+    if num_rows is None:
+        refuse_unknown_rows(m)
+    return m
+
+
+def refuse_unknown_rows(m: int) -> None:
+    """`m` is what the own rows say that all ranks have: none is what a rank without rows says."""
+    if m == 0:
+        raise FluxError("x has no rows on this rank; give num_rows, the rows of all ranks")
+
+
+def whole_number(name: str, value: Any, least: int = 0) -> int:
+    """`value` as an int; FluxError where it is none, or below `least`."""
+    try:
+        number = least - 1 if isinstance(value, bool) else index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise FluxError(f"{name} is {value!r}; it must be an integer, {least} or more")
+    return number
+
+
+def same_kind(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """FluxError where two tensors of a call differ in type or device."""
+    if tensor.dtype != other.dtype:
+        raise FluxError(
+            f"{name} is {tensor.dtype} and {other_name} is {other.dtype}; give both the same type"
+        )
+    if tensor.device != other.device:
+        raise FluxError(
+            f"{name} is on {tensor.device} and {other_name} on {other.device}; put both on one "
+            "device"
+        )
 
 
 def _matrix(name: str, tensor: Tensor) -> None:
@@ -103,42 +140,37 @@ def _matrix(name: str, tensor: Tensor) -> None:
         raise FluxError(f"{name} is {list(tensor.shape)}; it must have two dimensions")
 
 
-def _columns(name: str, weight: Tensor, layout: str, k: int) -> int:
+def _columns(name: str, weight: Tensor, layout: str, of_x: str, k: int) -> int:
     n, found = weight.shape if layout == "NK" else weight.shape[::-1]
     if found != k:
         wanted = f"[N, {k}]" if layout == "NK" else f"[{k}, N]"
         raise FluxError(
-            f"{name} is {list(weight.shape)} and x has {k} columns; with weight_layout "
+            f"{name} is {list(weight.shape)} and {of_x} has {k} columns; with weight_layout "
             f'"{layout}" it must be {wanted}'
         )
     return int(n)
 
 
-def _same(name: str, weight: Tensor, x: Tensor) -> None:
-    if weight.dtype != x.dtype:
-        raise FluxError(f"{name} is {weight.dtype} and x is {x.dtype}; give both the same type")
-    if weight.device != x.device:
-        raise FluxError(f"{name} is on {weight.device} and x on {x.device}; put both on one device")
-
-
-def _bias(name: str, bias: Tensor, n: int, x: Tensor) -> None:
+def _bias(name: str, bias: Tensor, n: int, of_x: str, x: Tensor) -> None:
     if tuple(bias.shape) != (n,):
         raise FluxError(f"{name} is {list(bias.shape)}; it must be [{n}]")
-    _same(name, bias, x)
+    same_kind(name, bias, of_x, x)
 
 
-def _rows(op: Op, x: Tensor, num_rows: int | None, world: int, rank: int) -> int:
+def _rows(op: Op, of_x: str, x: Tensor, num_rows: int | None, world: int, rank: int) -> int:
+    if num_rows is not None:
+        num_rows = whole_number("num_rows", num_rows)
     if op != "ag_gemm":
         if num_rows is not None and num_rows != x.shape[0]:
             raise FluxError(
-                f"num_rows is {num_rows} and x has {x.shape[0]} rows; leave num_rows out"
+                f"num_rows is {num_rows} and {of_x} has {x.shape[0]} rows; leave num_rows out"
             )
         return int(x.shape[0])
     m = x.shape[0] * world if num_rows is None else num_rows
     first, end = own_rows(m, rank, world)
     if end - first != x.shape[0]:
         raise FluxError(
-            f"x has {x.shape[0]} rows on rank {rank} of {world} and num_rows is {m}; rank {rank} "
+            f"{of_x} has {x.shape[0]} rows on rank {rank} of {world} and num_rows is {m}; rank {rank} "
             f"must hold rows {first} to {end}, which are {end - first}"
         )
     return int(m)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from numbers import Real
 from typing import get_args
 
 from megascale.errors import FluxError
 from megascale.flux.mode import FluxMode
+from megascale.flux.problem import whole_number
 from megascale.flux.tuner import Tune
 
 MODES: tuple[str, ...] = get_args(FluxMode)
 TUNES: tuple[str, ...] = get_args(Tune)
+DEADLINES_S = (1e-3, 1e6)  # the group's store counts milliseconds
 
 
 @dataclass(frozen=True)
@@ -25,10 +29,31 @@ class Settings:
     cache: str | None = None
 
     def __post_init__(self) -> None:
+        self._check_values()
+        self._check_together()
+
+    @property
+    def of_all_ranks(self) -> str:
+        """What decides the form of a call, and so must be equal on all ranks."""
+        return f"mode={self.mode} tune={self.tune} spin={self.spin} reserve_sms={self.reserve_sms}"
+
+    def _check_values(self) -> None:
         if self.mode not in MODES:
             raise FluxError(f"mode is {self.mode!r}; legal are {', '.join(MODES)}")
         if self.tune not in TUNES:
             raise FluxError(f"tune is {self.tune!r}; legal are {', '.join(TUNES)}")
+        if not isinstance(self.spin, bool):
+            raise FluxError(f"spin is {self.spin!r}; legal are True and False")
+        whole_number("reserve_sms", self.reserve_sms)
+        if self.deadline_s is not None and not _is_deadline(self.deadline_s):
+            raise FluxError(
+                f"deadline_s is {self.deadline_s!r}; it must be a number of seconds from "
+                f"{DEADLINES_S[0]:g} to {DEADLINES_S[1]:g}, or None for no deadline"
+            )
+        if self.cache is not None and not isinstance(self.cache, str | os.PathLike):
+            raise FluxError(f"cache is {self.cache!r}; it must be the path of a file, or None")
+
+    def _check_together(self) -> None:
         if self.tune == "now" and (self.mode != "auto" or not self.spin or self.reserve_sms):
             raise FluxError(
                 'tune="now" compares all forms on the whole device; it goes with mode "auto", '
@@ -40,9 +65,8 @@ class Settings:
                 'mode is "fused", whose kernels wait for peers, and spin=False forbids it; use '
                 'mode "auto" or "chunked"'
             )
-        if self.reserve_sms < 0:
-            raise FluxError(f"reserve_sms is {self.reserve_sms}; it must be 0 or more")
-        if self.deadline_s is not None and self.deadline_s <= 0:
-            raise FluxError(
-                f"deadline_s is {self.deadline_s}; it must be positive, or None for no deadline"
-            )
+
+
+def _is_deadline(value: object) -> bool:
+    least, most = DEADLINES_S
+    return isinstance(value, Real) and not isinstance(value, bool) and least <= value <= most

@@ -47,7 +47,7 @@ class Machine:
         here["why_not_fused"] = lambda _group, _device: None
         here["check"] = self._check
         there["missing"] = lambda _op: list(absent)
-        there["configs"] = lambda _op, name, *_: [Tiles(1), Tiles(2)] if name == "fused" else []
+        there["configs"] = lambda _op, name, *_: [Tiles(1), Tiles(2)] if name == "fused" else [None]
         here["forms"] = there["forms"] = lambda _op: {
             name: self._form(name)
             for name in ("nccl", "symm_mem", "plain", "chunked", "fused", "few_rows")

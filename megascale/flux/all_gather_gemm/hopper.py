@@ -13,6 +13,8 @@ Contract
 
 Where BLOCK_M does not divide c (`STRADDLE`), tiles cover rows of two shards: one grid over all
 [W * c] rows, rotated to begin at the own shard, which is then read from the slot too.
+
+One file of more than 300 lines: the two roles and the order of tiles are read together.
 """
 
 from typing import Any

@@ -51,8 +51,9 @@ T_gemm, when a call still took 350 to 1000 us of host time:
 | fold, 2 chunks, waits on the stream; measured | 8; host | 10; 1.043 | 8; 1.003 |
 | store; measured | 1.077 | 1.014 | 0.978 |
 
-"host": 1.08 to 1.17, because the host took longer than the GPU; to be measured again. Under the
-power limit two measurements of a GEMM differ by 2 %, so the large shapes do not tell these apart.
+"host": 1.08 to 1.17, because the host took longer than the GPU then. The rows of `bench flux` are
+newer and have the best configuration of each case: O m 8192 1.06, Llama fc2 1.02. Under the power
+limit two measurements of a GEMM differ by 2 %, so the large shapes do not tell these apart.
 That the sum costs less than predicted is clear. GPT-3 fc2 at m 4096: 0.999. The 2 own blocks came
 then after one push of all rows of a peer, and now after two.
 

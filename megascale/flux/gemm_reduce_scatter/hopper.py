@@ -22,6 +22,8 @@ The output tile belongs to the consumers until they arrive at `ready`, to the ca
 arrives at `free` (remote) or a received tile is in it (`full`, own).
 
 Where the shard's rows do not divide by BLOCK_M the overhang is computed and clipped by the store.
+
+One file of more than 300 lines: the three roles hand tiles to each other, and are read together.
 """
 
 from typing import Any
