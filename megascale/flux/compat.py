@@ -14,6 +14,8 @@ here is refused with the way to get the same: nothing is accepted and then ignor
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from megascale.errors import FluxError
 from megascale.flux.operators import AllGatherGemm, GemmReduceScatter
+from megascale.flux.problem import whole_number
 
 _TUNER = 'the tuner chooses; leave it out, or measure with AllGatherGemm(group, tune="now")'
 
@@ -44,7 +47,7 @@ class AGKernel:
         _one_node(nnodes)
         _same_dtype(input_dtype, output_dtype)
         _refuse("use_pdl", use_pdl, "one kernel runs here, which follows no other; leave it out")
-        self._sizes = full_m, n_dim, k_dim
+        self._sizes = _sizes(full_m=full_m, n_dim=n_dim, k_dim=k_dim)
         self._dtype = input_dtype
         self._operator = AllGatherGemm(tp_group, **settings)
 
@@ -69,20 +72,22 @@ class AGKernel:
         output, gathered_input   where given, a copy goes there (a pass over it more)
         Raises FluxError before anything is launched.
         """
-        _refuse_scales(input_scale, weight_scale, output_scale, fast_accum)
-        _refuse("all_gather_option", all_gather_option, _TUNER)
         full_m, n, k = self._sizes
         world_size = self._operator.world_size
-        _at_most("input", input, self._dtype, full_m // world_size, "full_m / W")
-        _exactly("input", input, 1, k, "k_dim")
-        _exactly("weight", weight, 1 if transpose_weight else 0, n, "n_dim")
-        m = input.shape[0] * world_size
-        _fits("output", output, self._dtype, (m, n))
-        _fits("gathered_input", gathered_input, self._dtype, (m, k))
+        with _telling(self._operator):
+            _refuse_scales(input_scale, weight_scale, output_scale, fast_accum)
+            _refuse("all_gather_option", all_gather_option, _TUNER)
+            _at_most("input", input, self._dtype, full_m // world_size, "full_m / W")
+            _exactly("input", input, 1, k, "k_dim")
+            _exactly("weight", weight, 1 if transpose_weight else 0, n, "n_dim")
+            m = input.shape[0] * world_size
+            _fits("output", output, self._dtype, (m, n))
+            _fits("gathered_input", gathered_input, self._dtype, (m, k))
+            bias = _row(bias, n)
         found = self._operator(
             input,
             weight,
-            _row(bias, n),
+            bias,
             weight_layout="KN" if transpose_weight else "NK",
             return_gathered=gathered_input is not None,
         )
@@ -124,7 +129,7 @@ class GemmRS:
             "sums here are in rank order in fp32 and so repeatable; leave it out",
         )
         _refuse("ring_reduction", ring_reduction, _TUNER)
-        self._sizes = max_m, n_dim
+        self._sizes = _sizes(max_m=max_m, n_dim=n_dim)
         self._dtype = input_dtype
         self._layout = "KN" if transpose_weight else "NK"
         self._operator = GemmReduceScatter(tp_group, **settings)
@@ -141,17 +146,18 @@ class GemmRS:
         reduce_scatter_option: Any = None,
     ) -> Tensor:
         """[m / W, n] of `input` [m, k of this rank]; FluxError before anything is launched."""
-        _refuse_scales(input_scale, weight_scale, output_scale, fast_accum)
-        _refuse("reduce_scatter_option", reduce_scatter_option, _TUNER)
-        _refuse(
-            "bias",
-            bias,
-            "there every rank's bias is added before the sum; add their sum to the result, or use "
-            "GemmReduceScatter, which adds one bias once",
-        )
         max_m, n = self._sizes
-        _at_most("input", input, self._dtype, max_m, "max_m")
-        _exactly("weight", weight, 0 if self._layout == "NK" else 1, n, "n_dim")
+        with _telling(self._operator):
+            _refuse_scales(input_scale, weight_scale, output_scale, fast_accum)
+            _refuse("reduce_scatter_option", reduce_scatter_option, _TUNER)
+            _refuse(
+                "bias",
+                bias,
+                "there every rank's bias is added before the sum; add their sum to the result, or "
+                "use GemmReduceScatter, which adds one bias once",
+            )
+            _at_most("input", input, self._dtype, max_m, "max_m")
+            _exactly("weight", weight, 0 if self._layout == "NK" else 1, n, "n_dim")
         return self._operator(input, weight, weight_layout=self._layout)
 
     def forward_barrier(self, *_args: Any, **_kwargs: Any) -> NoReturn:
@@ -165,6 +171,20 @@ class GemmRS:
 
     def profiling(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         _gone("profiling", 'make GemmReduceScatter(group, tune="now")')
+
+
+@contextmanager
+def _telling(operator: AllGatherGemm | GemmReduceScatter) -> Iterator[None]:
+    """In debug mode the peers hear of a refusal inside."""
+    try:
+        yield
+    except FluxError as error:
+        operator.refused(error)
+        raise
+
+
+def _sizes(**sizes: Any) -> tuple[int, ...]:
+    return tuple(whole_number(name, value) for name, value in sizes.items())
 
 
 def _gone(name: str, instead: str) -> NoReturn:
@@ -204,7 +224,15 @@ def _same_dtype(input_dtype: torch.dtype, output_dtype: torch.dtype | None) -> N
         )
 
 
+def _tensor(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise FluxError(f"{name} is {value!r}; it must be a tensor")
+
+
 def _at_most(name: str, x: Tensor, dtype: torch.dtype, most: int, limit: str) -> None:
+    _tensor(name, x)
+    if x.dim() != 2:
+        raise FluxError(f"{name} is {list(x.shape)}; it must have two dimensions")
     if x.dtype != dtype:
         raise FluxError(f"{name} is {x.dtype} and input_dtype was {dtype}; give both the same")
     if x.shape[0] > most:
@@ -214,6 +242,7 @@ def _at_most(name: str, x: Tensor, dtype: torch.dtype, most: int, limit: str) ->
 
 
 def _exactly(name: str, tensor: Tensor, dim: int, size: int, limit: str) -> None:
+    _tensor(name, tensor)
     if tensor.dim() == 2 and tensor.shape[dim] != size:  # other tensors the operator refuses
         raise FluxError(
             f"{name} is {list(tensor.shape)} and {limit} was {size}; dimension {dim} must be that, "
@@ -222,6 +251,8 @@ def _exactly(name: str, tensor: Tensor, dim: int, size: int, limit: str) -> None
 
 
 def _fits(name: str, out: Tensor | None, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    if out is not None:
+        _tensor(name, out)
     if out is not None and (tuple(out.shape) != shape or out.dtype != dtype):
         raise FluxError(
             f"{name} is {out.dtype} {list(out.shape)}; it must be {dtype} {list(shape)}"
@@ -230,6 +261,8 @@ def _fits(name: str, out: Tensor | None, dtype: torch.dtype, shape: tuple[int, i
 
 def _row(bias: Tensor | None, n: int) -> Tensor | None:
     """A bias [n] of one that has the form [1, n]."""
+    if bias is not None:
+        _tensor("bias", bias)
     if bias is not None and tuple(bias.shape) not in ((n,), (1, n)):
         raise FluxError(
             f"bias is {list(bias.shape)}; it must be [{n}] or [1, {n}]: add one with a row for "

@@ -60,6 +60,7 @@ class Deadline:
                 raise
             _hear_refusals(op, number, {r: store.get(key).decode() for r, key in come.items()})
             late = [rank for rank in range(self._world_size) if rank not in come]
+            store.set(keys[self._rank], f"gone, after {self._deadline_s} s without ranks {late}")
             raise FluxError(
                 f"{op}: of {self._world_size} ranks {late} did not call within "
                 f"{self._deadline_s} s (flux call {number} of rank {self._rank}); see their logs: "
@@ -132,7 +133,7 @@ def _refuse_capture() -> None:
 
 def _hear_refusals(op: str, number: int, said: dict[int, str]) -> None:
     refused = [
-        f"rank {rank} refused its arguments: {text.removeprefix(_REFUSED)}"
+        f"rank {rank} refused it: {text.removeprefix(_REFUSED)}"
         for rank, text in said.items()
         if text.startswith(_REFUSED)
     ]

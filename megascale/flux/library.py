@@ -128,7 +128,8 @@ def _(x_TK: Tensor, weight: Tensor, bias: Tensor | None, key: str, layout: str) 
 @torch.library.custom_op("megascale::all_gather", mutates_args=())
 def all_gather(x_tK: Tensor, key: str, num_rows: int | None) -> Tensor:
     """x_TK, by the transport of the all-gather + GEMM operator `key`."""
-    x_TK: Tensor = _operator(key).start_all_gather(x_tK, num_rows)()
+    with torch.no_grad():
+        x_TK: Tensor = _operator(key).start_all_gather(x_tK, num_rows)()
     return x_TK.clone()
 
 

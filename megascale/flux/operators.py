@@ -14,10 +14,16 @@ A call refuses wrong arguments (`problem.check`), takes a form (`selection.py`) 
 
 One rank (group None, or of one rank) is a plain GEMM in every mode.
 
-**Contract.** All ranks of the group make the same calls in the same order. Local checks precede
-every launch, but a rank cannot see that a peer was given something else; `deadline_s` is for that
-(`deadline.py`). The first call of a group is collective beyond its own operation (machine facts,
-tuning cache, symmetric memory) and may not be captured into a CUDA graph; later ones may.
+**Contract.** All ranks of the group make the same calls in the same order, with equal m, n, k, type
+and `weight_layout`, by operators with equal mode, tune, spin, reserve_sms and deadline_s; a weight
+is contiguous and 16-byte aligned on all of them or on none. Forms are chosen by these: ranks that
+differ may take different forms and wait for ever. Local checks precede every launch, but a rank
+sees its own rows and arguments only, so it may refuse what its peers take (of 4 rows on each of two
+ranks and num_rows=9 only rank 0 sees that a row is missing). `deadline_s` is for that
+(`deadline.py`): all ranks then hear who differs or has refused. The current device is x's.
+
+The first call of a group is collective beyond its own operation (machine facts, tuning cache,
+symmetric memory) and may not be captured into a CUDA graph; later ones may.
 
 These compute values, not gradients, and refuse tensors that ask for them: a result without history
 would end a backward pass silently. `autograd.py` has the differentiable linears.
@@ -31,6 +37,7 @@ none), K reduction, N output columns of this rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -39,11 +46,11 @@ from torch import Tensor
 
 from megascale.errors import FluxError
 from megascale.flux import collectives, library
-from megascale.flux.call import Bound, Call, check_tensors
+from megascale.flux.call import Bound, Call, check_sum, check_tensors
 from megascale.flux.deadline import Deadline
 from megascale.flux.gemm_reduce_scatter.pair import sum_of_products
 from megascale.flux.mode import FluxMode
-from megascale.flux.problem import Op, check, own_rows
+from megascale.flux.problem import Op, check, check_rows, own_rows, refuse_unknown_rows
 from megascale.flux.ranks import gemm, padded
 from megascale.flux.selection import Selection
 from megascale.flux.settings import Settings
@@ -107,12 +114,12 @@ class _Operator:
             _check_alone(call)
             return None
         if self._deadline is not None:  # first: the first call of a group is collective to bind
-            self._deadline.roll_call(self._selection.checked(call))
+            self._deadline.roll_call(self.op, partial(self._selection.described, call))
         problem, bound = self._selection.bind(call)
         if problem.m:
             return bound
         if call.op == "ag_gemm" and call.num_rows is None:
-            raise FluxError("x has no rows on this rank; give num_rows, the rows of all ranks")
+            refuse_unknown_rows(0)
         return None
 
     def _ended(self, bound: Bound, call: Call) -> Any:
@@ -121,6 +128,22 @@ class _Operator:
             return bound.run(call)
         with self._deadline.watch(self.op, getattr(bound.ranks, "report", None)):
             return bound.run(call)
+
+    def refused(self, error: FluxError) -> FluxError:
+        """`error`, of a call that this rank refuses; in debug mode the peers are told."""
+        if self._deadline is not None and not torch.compiler.is_compiling():
+            self._deadline.refused(error)
+        return error
+
+    def _refuse_gradients(self, *tensors: Any) -> None:
+        if torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors):
+            raise self.refused(
+                FluxError(
+                    "an argument requires a gradient, and this operator computes none; call it "
+                    "under torch.no_grad(), or use column_parallel_linear and row_parallel_linear "
+                    "of megascale.flux"
+                )
+            )
 
     def _in_graph(self) -> bool:
         """A graph is being traced, and there is something to exchange."""
@@ -150,12 +173,16 @@ class AllGatherGemm(_Operator):
         num_rows  T, where ranks hold unequal shares; else T is t times ranks
         return_gathered  give (y, x_TK); x_TK is valid until the next flux call but one of this
                   group begins: clone what must live longer
+        A rank compares num_rows with its own rows only: see the module's contract.
         Raises FluxError before anything is launched.
         """
         several = not isinstance(weight, Tensor)
-        weights = [weight] if isinstance(weight, Tensor) else list(weight)
-        biases = _one_each(bias, len(weights), several)
-        _refuse_gradients(x, *weights, *biases)
+        try:
+            weights = [weight] if isinstance(weight, Tensor) else _listed(weight)
+            biases = _one_each(bias, len(weights), several)
+        except FluxError as error:
+            raise self.refused(error)  # noqa: B904 - it is the same error
+        self._refuse_gradients(x, *weights, *biases)
         outputs, gathered = self.run(x, weights, biases, weight_layout, num_rows, return_gathered)
         y = outputs if several else outputs[0]
         return (y, gathered) if return_gathered else y
@@ -182,23 +209,41 @@ class AllGatherGemm(_Operator):
     def start_all_gather(self, x_tK: Tensor, num_rows: int | None = None) -> Started:
         """Begin to gather rows without a GEMM (what only a weight gradient needs).
 
-        `x_tK` has been the input of this operator, or could be. The result is valid as long as a
-        gathered input.
+        `x_tK` has been the input of this operator, or could be: arguments as of a call, and the
+        same refusals. The result is valid as long as a gathered input.
         """
+        self._refuse_gradients(x_tK)
         if self._in_graph():
             x_TK = library.all_gather(x_tK, self._key, num_rows)
             return lambda: x_TK
         if self._selection is None:
+            check_rows(x_tK, num_rows, None)
             return lambda: x_tK
+        if self._deadline is not None:
+            describe = partial(self._selection.described_rows, x_tK, num_rows)
+            self._deadline.roll_call("all_gather", describe)
+        num_rows = self._selection.rows(x_tK, num_rows)
+        if num_rows == 0:
+            return lambda: x_tK
+        started, report = self._start_all_gather(x_tK, num_rows)
+        return started if self._deadline is None else partial(self._watched, started, report)
+
+    def _watched(self, started: Started, report: Tensor | None) -> Tensor:
+        assert self._deadline is not None
+        with self._deadline.watch("all_gather", report):
+            return started()
+
+    def _start_all_gather(self, x_tK: Tensor, num_rows: int) -> tuple[Started, Tensor | None]:
+        """How to end it, and where its kernels report."""
+        assert self._selection is not None
         arena = self._selection.arena_for_rows(x_tK, spins=False)
         if arena is not None:
             from megascale.flux.symmetric.all_gather import start_all_gather
 
-            return start_all_gather(x_tK, arena, num_rows).wait
-        num_rows = x_tK.shape[0] * self.world_size if num_rows is None else num_rows
+            return start_all_gather(x_tK, arena, num_rows).wait, arena.report
         x_tK = padded(x_tK, -(-num_rows // self.world_size))
         pending = collectives.start_all_gather(x_tK, self.group)
-        return lambda: pending.wait()[:num_rows]
+        return lambda: pending.wait()[:num_rows], None
 
 
 class GemmReduceScatter(_Operator):
@@ -221,7 +266,7 @@ class GemmReduceScatter(_Operator):
         bias    [N], the same on all ranks; added once
         Raises FluxError before anything is launched.
         """
-        _refuse_gradients(x, weight, bias)
+        self._refuse_gradients(x, weight, bias)
         return self.run(x, [weight], [bias], weight_layout)
 
     def run(
@@ -243,6 +288,7 @@ class GemmReduceScatter(_Operator):
         Only the reference leaves anything to hide: its reduce-scatter runs on NCCL's stream. The
         other forms hide it under this GEMM.
         """
+        self._refuse_gradients(x_TK, weight)
         call = Call(self.op, x_TK, [weight], [None], weight_layout)
         if self._in_graph():
             y_tN = self.run(x_TK, [weight], [None], weight_layout)
@@ -276,12 +322,13 @@ class GemmReduceScatter(_Operator):
         weight_a, weight_b  [N, K] and [N, J] ("NK"), or their transposes ("KN")
         Raises FluxError before anything is launched.
         """
-        _refuse_gradients(a, weight_a, b, weight_b, bias)
+        self._refuse_gradients(a, weight_a, b, weight_b, bias)
         if self._in_graph():
             return library.gemm_reduce_scatter_pair(
                 a, weight_a, b, weight_b, bias, self._key, weight_layout
             )
-        call = Call(self.op, a, [weight_a], [bias], weight_layout, pair=(b, weight_b))
+        names = ("a", "weight_a")
+        call = Call(self.op, a, [weight_a], [bias], weight_layout, pair=(b, weight_b), names=names)
         y_tN: Tensor = self._execute(call)
         return y_tN
 
@@ -300,7 +347,7 @@ class GemmAllReduce(_Operator):
         weight_layout: str = "NK",
     ) -> Tensor:
         """y [T, N], summed over ranks, on every rank. Arguments as of `GemmReduceScatter`."""
-        _refuse_gradients(x, weight, bias)
+        self._refuse_gradients(x, weight, bias)
         return self.run(x, [weight], [bias], weight_layout)
 
     def run(
@@ -327,8 +374,12 @@ def _check_group(group: Any) -> None:
 
 def _check_alone(call: Call) -> None:
     check_tensors(call)
-    for part in [call] if call.pair is None else [call, call.second]:
-        check(part.op, part.x, part.weights, part.biases, None, part.layout, part.num_rows)
+    problems = [
+        check(p.op, p.x, p.weights, p.biases, None, p.layout, p.num_rows, names=p.names)
+        for p in ([call] if call.pair is None else [call, call.second])
+    ]
+    if call.pair is not None:
+        check_sum(call, *problems)
 
 
 def _alone(call: Call) -> Any:
@@ -346,22 +397,24 @@ def _alone(call: Call) -> Any:
     return y if call.biases[0] is None else y.add_(call.biases[0])
 
 
+def _listed(weights: Any) -> list[Tensor]:
+    try:
+        return list(weights)
+    except TypeError:
+        raise FluxError(
+            f"weight is {weights!r}; it must be a tensor, or a sequence of tensors"
+        ) from None
+
+
 def _one_each(
     bias: Tensor | Sequence[Tensor | None] | None, count: int, several: bool
 ) -> list[Tensor | None]:
     if bias is None:
         return [None] * count
+    if not isinstance(bias, Tensor | Sequence):
+        raise FluxError(f"bias is {bias!r}; give a tensor, a list of one (or None) each, or None")
     if several == isinstance(bias, Tensor):
         given = "one tensor" if several else "a sequence"
         wanted = "a sequence with one each" if several else "one tensor"
         raise FluxError(f"bias is {given} for {count} weight(s); give {wanted}, or None")
     return [bias] if isinstance(bias, Tensor) else list(bias)
-
-
-def _refuse_gradients(*tensors: Any) -> None:
-    if torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors):
-        raise FluxError(
-            "an argument requires a gradient, and this operator computes none; call it under "
-            "torch.no_grad(), or use column_parallel_linear and row_parallel_linear of "
-            "megascale.flux"
-        )

@@ -170,8 +170,8 @@ def _rows(op: Op, of_x: str, x: Tensor, num_rows: int | None, world: int, rank: 
     first, end = own_rows(m, rank, world)
     if end - first != x.shape[0]:
         raise FluxError(
-            f"{of_x} has {x.shape[0]} rows on rank {rank} of {world} and num_rows is {m}; rank {rank} "
-            f"must hold rows {first} to {end}, which are {end - first}"
+            f"{of_x} has {x.shape[0]} rows on rank {rank} of {world} and num_rows is {m}; rank "
+            f"{rank} must hold rows {first} to {end}, which are {end - first}"
         )
     return int(m)
 

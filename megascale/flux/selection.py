@@ -5,15 +5,19 @@ dictionary; the checks are made at the first. An operator then costs 6 us of hos
 form (an EPYC core).
 
 Invariant: all ranks take the same form, from what is equal on all of them: the machine facts of the
-group (`machine.py`), types and shapes, the tuner's choices. What may differ, the address and the
-strides of x, decides nothing: an x that kernels cannot read as it lies is copied. A weight is not,
-that would be a pass over memory in every call.
+group (`machine.py`) and the tuner's choices, which are made so, and m, n, k, type, layout and
+settings, which are so by the contract (`operators.py`; debug mode compares `described`). What may
+differ, the address and the strides of x and of a bias, decides nothing: one that kernels cannot
+read as it lies is copied. A weight is not, that would be a pass over memory in every call: whether
+it lies as kernels need it is part of the contract.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,13 +25,13 @@ from torch import Tensor
 
 from megascale.errors import FluxError
 from megascale.flux.arena import Arena
-from megascale.flux.call import Bound, Call, check_tensors
+from megascale.flux.call import Bound, Call, check_sum, check_tensors
 from megascale.flux.choice import choose, choose_pair
 from megascale.flux.default_rule import Mode
 from megascale.flux.forms import forms
 from megascale.flux.gemm_reduce_scatter import pair
 from megascale.flux.machine import why_not_fused
-from megascale.flux.problem import Op, Problem, check
+from megascale.flux.problem import Op, Problem, check, check_rows
 from megascale.flux.ranks import GroupOnly
 from megascale.flux.settings import Settings
 from megascale.flux.tuner import REFERENCE
@@ -50,6 +54,7 @@ class Selection:
         self._devices = _devices_of(group)
         self._obstacles: dict[torch.device, str | None] = {}
         self._answers: dict[object, tuple[Problem, Bound]] = {}
+        self._rows: dict[object, int] = {}
 
     def bind(self, call: Call) -> tuple[Problem, Bound]:
         """The problem and the form for it; `call.x` becomes what that form can read.
@@ -58,16 +63,18 @@ class Selection:
         the first call on a device, and with tune="now" at the first of a shape class.
         """
         look = _look(call)
-        answer = self._answers.get(look)
+        try:
+            answer = self._answers.get(look)
+        except TypeError:  # an argument that has no hash: what is asked next refuses it
+            answer = look = None
         if answer is None:
             answer = self._answer(call)
             if look is not None:
-                if len(self._answers) >= MOST_ANSWERS:
-                    self._answers.clear()
-                self._answers[look] = answer
+                _keep(self._answers, look, answer)
         bound = answer[1]
         if bound.name != REFERENCE:
             call.x = _readable(call.x)
+            call.biases = _readable_biases(call.biases)
             if call.pair is not None:
                 call.pair = _readable(call.pair[0]), call.pair[1]
             self._set(bound.ranks)
@@ -87,13 +94,7 @@ class Selection:
 
     def _answer_pair(self, first: Call, second: Call) -> tuple[Problem, Bound]:
         """For two products in one: a kernel, or the products and a reduce-scatter."""
-        one, other = self.checked(first), self.checked(second)
-        if (one.m, one.n) != (other.m, other.n):
-            raise FluxError(
-                f"the products are [{one.m}, {one.n}] and [{other.m}, {other.n}]; to be summed "
-                "they must be equal"
-            )
-        whole = replace(one, k=one.k + other.k)
+        whole = self._checked_pair(first, second)
         by_kernels = [self._for_kernels(call) is not None for call in (first, second)]
         if all(by_kernels):
             arena = self.arena(first.x.device)
@@ -102,12 +103,18 @@ class Selection:
                 return whole, bound
             if self.mode == "fused":
                 _say_once(self.group, first.x, "two products are one kernel on Hopper only")
-        sum_TN = first.x.new_empty(0, one.n)  # what it is like decides who moves it
+        sum_TN = first.x.new_empty(0, whole.n)  # what it is like decides who moves it
         arena_for_sum = self.arena_for_rows(sum_TN, spins=True)
         name = REFERENCE if arena_for_sum is None else "plain"
         ranks = GroupOnly(self.group, first.x.device) if arena_for_sum is None else arena_for_sum
         options = {"reduce_scatter": forms("reduce_scatter")[name]}
         return whole, Bound(name, pair.in_sequence, ranks, options)
+
+    def _checked_pair(self, first: Call, second: Call) -> Problem:
+        """The problem of both products together."""
+        one, other = self.checked(first), self.checked(second)
+        check_sum(first, one, other)
+        return replace(one, k=one.k + other.k)
 
     def _for_kernels(self, call: Call) -> Problem | None:
         """The problem where kernels run it, None where the reference does; FluxError where the mode
@@ -118,7 +125,7 @@ class Selection:
             self.checked(call)  # what is wrong here is said before peers are asked anything
         obstacle = self._obstacle(call.x.device)
         if obstacle is None:
-            call.x = _readable(call.x)
+            call.x, call.biases = _readable(call.x), _readable_biases(call.biases)
             try:
                 return self.checked(call, fused=True)
             except FluxError as error:
@@ -180,13 +187,56 @@ class Selection:
             call.layout,
             call.num_rows,
             fused=fused,
+            names=call.names,
         )
-        if call.x.device.type not in self._devices:
+        self._check_device(call.names[0], call.x.device)
+        return problem
+
+    def rows(self, x: Tensor, num_rows: int | None) -> int:
+        """T of an all-gather of x without a GEMM; FluxError where it cannot be."""
+        look: object = None
+        try:
+            look = (x.shape, x.device, type(num_rows), num_rows)
+            found = self._rows.get(look)
+        except (AttributeError, TypeError):  # an argument of a wrong type: refused next
+            found = None
+        if found is None:
+            found = check_rows(x, num_rows, self.group)
+            self._check_device("x", x.device)
+            _keep(self._rows, look, found)
+        return found
+
+    def described(self, call: Call) -> str:
+        """What must be equal on all ranks, in words; FluxError for what no form takes."""
+        check_tensors(call)
+        if call.pair is None:
+            problem, weights = self.checked(call), list(call.weights)
+        else:
+            problem = self._checked_pair(call, call.second)
+            weights = [*call.weights, call.pair[1]]
+        axis = 0 if call.layout == "NK" else 1
+        columns = "+".join(str(weight.shape[axis]) for weight in call.weights)
+        text = (
+            f"{call.op} m={problem.m} n={columns} k={problem.k} {problem.dtype} {call.layout} "
+            f"{self._settings.of_all_ranks}"
+        )
+        if call.x.is_cuda and not all(map(_is_readable, weights)):
+            text += ", a weight that kernels cannot read as it lies"
+        return text + (", a pair" if call.pair is not None else "")
+
+    def described_rows(self, x: Tensor, num_rows: int | None) -> str:
+        """The same of an all-gather without a GEMM."""
+        m = self.rows(x, num_rows)
+        return f"all_gather m={m} k={x.shape[1]} {x.dtype} {self._settings.of_all_ranks}"
+
+    def _check_device(self, name: str, device: torch.device) -> None:
+        if device.type not in self._devices:
             raise FluxError(
-                f"x is on {call.x.device}, and the backend of the group moves tensors of "
+                f"{name} is on {device}, and the backend of the group moves tensors of "
                 f"{' and '.join(sorted(self._devices))} only"
             )
-        return problem
+        if device.type == "cuda":
+            refuse_other_device(name, device, torch.cuda.current_device())
 
     def _obstacle(self, device: torch.device) -> str | None:
         """Why kernels cannot run on this device; asks the peers at first."""
@@ -196,6 +246,21 @@ class Selection:
 
     def _reference(self, op: Op, device: torch.device) -> Bound:
         return Bound(REFERENCE, forms(op)[REFERENCE], GroupOnly(self.group, device))
+
+
+def refuse_other_device(name: str, device: torch.device, current: int) -> None:
+    """Kernels and streams are those of the current device: FluxError where `device` is another."""
+    if device.index != current:
+        raise FluxError(
+            f"{name} is on {device} and the current device is cuda:{current}; call "
+            f"torch.cuda.set_device({device.index}) first"
+        )
+
+
+def _keep(answers: dict[object, Any], look: object, answer: object) -> None:
+    if len(answers) >= MOST_ANSWERS:
+        answers.clear()
+    answers[look] = answer
 
 
 _said: set[str] = set()
@@ -226,7 +291,7 @@ def _look(call: Call) -> object | None:
             parts.append(_look(call.second))
     except AttributeError:
         return None
-    return (call.layout, call.num_rows, misaligned % 16 == 0, *parts)
+    return (call.layout, type(call.num_rows), call.num_rows, misaligned % 16 == 0, *parts)
 
 
 def _when(x: Tensor) -> Mode:
@@ -237,11 +302,21 @@ def _capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def _is_readable(x: Tensor) -> bool:
+    return x.is_contiguous() and x.data_ptr() % 16 == 0
+
+
 def _readable(x: Tensor) -> Tensor:
     """`x`, or a copy where it has gaps or begins at an address that 16 does not divide."""
-    if x.is_contiguous() and x.data_ptr() % 16 == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return x if _is_readable(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _readable_biases(biases: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Kernels load a bias by its address plus the column."""
+    for bias in biases:
+        if bias is not None and not _is_readable(bias):
+            return [None if bias is None else _readable(bias) for bias in biases]
+    return biases
 
 
 def _devices_of(group: dist.ProcessGroup) -> frozenset[str]:

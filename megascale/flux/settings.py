@@ -68,5 +68,6 @@ class Settings:
 
 
 def _is_deadline(value: object) -> bool:
-    least, most = DEADLINES_S
-    return isinstance(value, Real) and not isinstance(value, bool) and least <= value <= most
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    return DEADLINES_S[0] <= float(value) <= DEADLINES_S[1]

@@ -144,8 +144,15 @@ class Tuner:
         self._known[key] = choice
         self._cache.put(key, choice)
         if self._group is None or self._group.rank() == 0:
-            self._cache.save()
+            self._save()
         return best
+
+    def _save(self) -> None:
+        """A file that cannot be written is a warning: the peers have their choice and go on."""
+        try:
+            self._cache.save()
+        except FluxError as error:
+            logger.warning("%s. The choice holds for this process", error)
 
     def _times(self, probes: dict[str, Probe]) -> dict[str, float]:
         """Milliseconds by label. Who is far behind twice is not asked again."""

@@ -62,6 +62,8 @@ X, WEIGHT = torch.zeros(M, K), torch.zeros(N, K)
         ({"output_dtype": torch.float16}, "output_dtype is torch.float16 and input_dtype torch.fl"),
         ({"use_pdl": True}, "use_pdl is True, which has no meaning here"),
         ({"mode": "fast"}, "mode is 'fast'"),
+        ({"full_m": "8"}, "full_m is '8'; it must be an integer"),
+        ({"k_dim": None}, "k_dim is None; it must be an integer"),
     ],
 )
 def test_a_gather_kernel_that_cannot_be_had_is_refused(
@@ -101,6 +103,12 @@ def test_a_scatter_kernel_that_cannot_be_had_is_refused(
         ({"gathered_input": X[1:]}, r"gathered_input is torch.float32 \[7, 4\]"),
         ({"input_scale": torch.ones(1)}, "input_scale is given, .* fp8 and int8 are not supported"),
         ({"fast_accum": True}, "fast_accum is True"),
+        ({"input": None}, "input is None; it must be a tensor"),
+        ({"input": X[0]}, r"input is \[4\]; it must have two dimensions"),
+        ({"weight": None}, "weight is None; it must be a tensor"),
+        ({"bias": 3}, "bias is 3; it must be a tensor"),
+        ({"output": 3}, "output is 3; it must be a tensor"),
+        ({"gathered_input": 3}, "gathered_input is 3; it must be a tensor"),
         ({"all_gather_option": object()}, "all_gather_option is .* the tuner chooses"),
     ],
 )
@@ -119,6 +127,8 @@ def test_calls_of_a_gather_kernel_that_mean_nothing_are_refused(
         ({"weight": torch.zeros(N + 1, K)}, r"weight is \[7, 4\] and n_dim was 6"),
         ({"bias": torch.zeros(N)}, "bias is given, .* every rank's bias is added before the sum"),
         ({"weight_scale": torch.ones(1)}, "weight_scale is given"),
+        ({"input": None}, "input is None; it must be a tensor"),
+        ({"weight": None}, "weight is None; it must be a tensor"),
         ({"reduce_scatter_option": object()}, "reduce_scatter_option is"),
     ],
 )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from megascale.errors import FluxError
 from megascale.flux import AllGatherGemm, GemmAllReduce, GemmReduceScatter
+from megascale.flux.compat import AGKernel
 from megascale.flux.deadline import Deadline
 from megascale.flux.problem import own_rows
 from tests.distributed import run_ranks
@@ -165,13 +168,19 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "other layout": ((X, WEIGHT), {"weight_layout": "KN"}, r"it must be \[6, N\]"),
     "shape": ((X, WEIGHT[:, 1:]), {}, r"weight is \[5, 5\] and x has 6 columns"),
     "dimensions": ((X[0], WEIGHT), {}, r"x is \[6\]; it must have two dimensions"),
-    "no tensor": (([[1.0]], WEIGHT), {}, "got list where a tensor is expected"),
+    "no tensor": (([[1.0]], WEIGHT), {}, r"x is \[\[1.0\]\]; it must be a tensor"),
+    "no weight": ((X, None), {}, "weight is None; it must be a tensor"),
+    "a number": ((X, 3), {}, "weight is 3; it must be a tensor"),
+    "bias number": ((X, WEIGHT, 3), {}, "bias is 3; "),
+    "layouts": ((X, WEIGHT), {"weight_layout": ["NK"]}, r"weight_layout is \['NK'\]; legal are"),
     "bias shape": ((X, WEIGHT, torch.zeros(IN)), {}, r"bias is \[6\]; it must be \[5\]"),
     "device": ((X.to("meta"), WEIGHT), {}, "weight is on cpu and x on meta"),
     "device of all": ((X.to("meta"), WEIGHT.to("meta")), {}, "backend of the group moves tensors"),
     "gradient": ((X, WEIGHT.clone().requires_grad_()), {}, "an argument requires a gradient"),
 }
 REFUSED_GATHERS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "text of rows": ((X, WEIGHT), {"num_rows": "8"}, "num_rows is '8'; it must be an integer"),
+    "parts of rows": ((X, WEIGHT), {"num_rows": 8.0}, "num_rows is 8.0; it must be an integer"),
     "rows": ((X, WEIGHT), {"num_rows": 7}, r"x has 4 rows on rank 1 .* must hold rows 4 to 7"),
     "no weights": ((X, []), {}, "weight is an empty sequence"),
     "second weight": ((X, [WEIGHT, WEIGHT[:, 1:]]), {}, r"weight\[1\] is \[5, 5\]"),
@@ -199,12 +208,51 @@ def _refused(rank: int, world_size: int) -> list[str]:
     for second, message in (
         ((X[1:], WEIGHT), r"the products are \[4, 5\] and \[3, 5\]; to be summed they must be"),
         ((X, WEIGHT[1:]), r"the products are \[4, 5\] and \[4, 4\]"),
-        ((X, WEIGHT.double()), "weight is torch.float64 and x is torch.float32"),
-        ((X, None), "got NoneType where a tensor is expected"),
+        ((X, WEIGHT.double()), "weight_b is torch.float64 and b is torch.float32"),
+        ((X.double(), WEIGHT.double()), "b is torch.float64 and a is torch.float32"),
+        ((X.to("meta"), WEIGHT.to("meta")), "b is on meta"),
+        ((X, None), "weight_b is None; it must be a tensor"),
     ):
         with pytest.raises(FluxError, match=message):
             pair(X, WEIGHT, *second)
-    return silent
+    return silent + _refused_starts()
+
+
+def _refused_starts() -> list[str]:
+    """Of rank 1 of two: what begins a transfer refuses what a call does."""
+    gather, scatter = AllGatherGemm(dist.group.WORLD), GemmReduceScatter(dist.group.WORLD)
+    asks, wrong = X.clone().requires_grad_(), []
+    for name, start, message in (
+        ("few", lambda: gather.start_all_gather(X, 5), "rank 1 must hold rows 3 to 5"),
+        ("many", lambda: gather.start_all_gather(X, 20), "rank 1 must hold rows 10 to 20"),
+        ("text", lambda: gather.start_all_gather(X, cast(Any, "8")), "num_rows is '8'"),
+        ("row", lambda: gather.start_all_gather(X[0]), r"x is \[6\]; it must have two dim"),
+        ("none", lambda: gather.start_all_gather(cast(Any, None)), "x is None; it must be a te"),
+        ("no rows", lambda: gather.start_all_gather(X[:0]), "give num_rows, the rows of all"),
+        ("meta", lambda: gather.start_all_gather(X.to("meta")), "moves tensors of cpu"),
+        ("gradient", lambda: gather.start_all_gather(asks), "requires a gradient"),
+        ("gradient of x", lambda: scatter.start(asks, WEIGHT), "requires a gradient"),
+    ):
+        try:
+            with pytest.raises(FluxError, match=message):
+                start()
+        except BaseException as error:  # noqa: BLE001 - all cases are looked at
+            wrong.append(f"{name}: {error}")
+    return wrong
+
+
+def test_one_rank_refuses_two_products_that_cannot_be_summed() -> None:
+    pair = GemmReduceScatter(None).pair
+    for second, message in (
+        ((X.double(), WEIGHT.double()), "b is torch.float64 and a is torch.float32"),
+        ((X.to("meta"), WEIGHT.to("meta")), "b is on meta and a on cpu"),
+        ((X, WEIGHT.double()), "weight_b is torch.float64 and b is torch.float32"),
+        ((X[1:], WEIGHT), r"the products are \[4, 5\] and \[3, 5\]"),
+    ):
+        with pytest.raises(FluxError, match=message):
+            pair(X, WEIGHT, *second)
+    with pytest.raises(FluxError, match="x has 4 rows on rank 0 of 1 and num_rows is 5"):
+        AllGatherGemm(None).start_all_gather(X, 5)
 
 
 def test_wrong_arguments_are_refused_before_anything_is_launched() -> None:
@@ -219,8 +267,15 @@ def test_wrong_arguments_are_refused_before_anything_is_launched() -> None:
         ({"tune": "now", "mode": "fused"}, 'it goes with mode "auto"'),
         ({"tune": "now", "reserve_sms": 4}, "spin=True and reserve_sms=0, .* reserve_sms=4"),
         ({"mode": "fused", "spin": False}, "spin=False forbids it"),
-        ({"reserve_sms": -1}, "reserve_sms is -1; it must be 0 or more"),
-        ({"deadline_s": 0.0}, "deadline_s is 0.0; it must be positive"),
+        ({"reserve_sms": -1}, "reserve_sms is -1; it must be an integer, 0 or more"),
+        ({"reserve_sms": "a"}, "reserve_sms is 'a'; it must be an integer, 0 or more"),
+        ({"reserve_sms": 1.5}, "reserve_sms is 1.5; it must be an integer, 0 or more"),
+        ({"deadline_s": 0.0}, "deadline_s is 0.0; it must be a number of seconds"),
+        ({"deadline_s": "1"}, "deadline_s is '1'; it must be a number of seconds"),
+        ({"deadline_s": float("nan")}, "deadline_s is nan; it must be a number of seconds"),
+        ({"deadline_s": float("inf")}, "deadline_s is inf; it must be a number of seconds"),
+        ({"cache": 5}, "cache is 5; it must be the path of a file, or None"),
+        ({"spin": None}, "spin is None; legal are True and False"),
     ],
 )
 def test_illegal_settings_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -282,17 +337,20 @@ def _missing(rank: int, world_size: int) -> str:
     operator = GemmReduceScatter(dist.group.WORLD, deadline_s=1.0)
     operator(X, WEIGHT)
     if rank == 1:
-        return ""
+        store = cast(Any, dist.group.WORLD).get_group_store()
+        while not all(store.get(f"flux/2/{peer}").startswith(b"gone") for peer in (0, 2)):
+            time.sleep(0.05)
     with pytest.raises(FluxError) as caught:
         operator(X, WEIGHT)
     return str(caught.value)
 
 
-def test_with_a_deadline_a_rank_that_never_calls_is_named() -> None:
-    first, _, third = run_ranks(_missing, 3)
+def test_with_a_deadline_a_rank_that_does_not_call_is_named_and_hears_it_when_it_comes() -> None:
+    first, late, third = run_ranks(_missing, 3)
     for rank, message in ((0, first), (2, third)):
         assert message.startswith("gemm_rs: of 3 ranks [1] did not call within 1.0 s")
         assert f"flux call 2 of rank {rank}" in message
+    assert "rank 0: gone, after 1.0 s without ranks [1]; rank 1: gemm_rs m=4" in late
 
 
 def _differing(rank: int, world_size: int) -> str:
@@ -307,7 +365,91 @@ def _differing(rank: int, world_size: int) -> str:
 def test_with_a_deadline_calls_that_differ_are_named() -> None:
     for message in run_ranks(_differing, 2):
         assert message.startswith("flux call 4 differs between ranks: rank 0: gemm_rs m=4 n=5 ")
-        assert "; rank 1: gemm_rs m=4 n=6 torch.float32" in message
+        assert "; rank 1: gemm_rs m=4 n=6 k=6 torch.float32 NK mode=auto tune=cache" in message
+
+
+def _settings_that_differ(rank: int, world_size: int) -> list[str]:
+    raised = []
+    settings: list[list[dict[str, Any]]] = [[{}, {"mode": "reference"}], [{}, {"spin": False}]]
+    for each in settings:
+        operator = GemmReduceScatter(dist.group.WORLD, deadline_s=20.0, **each[rank])
+        with pytest.raises(FluxError) as caught:
+            operator(X, WEIGHT)
+        raised.append(str(caught.value))
+    operator = GemmReduceScatter(dist.group.WORLD, deadline_s=20.0)
+    square = torch.zeros(IN, IN)
+    for x, layout in ((X, "NK" if rank else "KN"), (X[:, : IN - rank], "NK")):
+        with pytest.raises(FluxError) as caught:
+            operator(x, square if x is X else square[:, : x.shape[1]], weight_layout=layout)
+        raised.append(str(caught.value))
+    with pytest.raises(FluxError) as caught:
+        AllGatherGemm(dist.group.WORLD, deadline_s=20.0).start_all_gather(X[:, : IN - rank])
+    return [*raised, str(caught.value)]
+
+
+@pytest.mark.full
+def test_with_a_deadline_settings_layouts_and_widths_that_differ_are_named() -> None:
+    first, second = run_ranks(_settings_that_differ, 2)
+    assert first == second
+    for message, (one, other) in zip(
+        first,
+        [
+            ("mode=auto", "mode=reference"),
+            ("spin=True", "spin=False"),
+            (" KN ", " NK "),
+            ("k=6", "k=5"),
+            ("all_gather m=8 k=6", "all_gather m=8 k=5"),
+        ],
+        strict=True,
+    ):
+        on_0, on_1 = message.split("; rank 1: ")
+        assert one in on_0
+        assert other in on_1
+
+
+def _refusing(rank: int, world_size: int) -> list[str]:
+    """Rank 1 refuses each call in another place; then both make one that is right."""
+    settings: dict[str, Any] = {"deadline_s": 20.0}
+    gather = AllGatherGemm(dist.group.WORLD, **settings)
+    scatter = GemmReduceScatter(dist.group.WORLD, **settings)
+    compat = AGKernel(cast(Any, dist.group.WORLD), 1, 8, OUT, IN, torch.float32, **settings)
+    asks, raised = WEIGHT.clone().requires_grad_(), []
+    for right, wrong in (
+        (lambda: scatter(X, WEIGHT), lambda: scatter(X, WEIGHT[:, 1:])),
+        (lambda: scatter(X, WEIGHT), lambda: scatter(X, asks)),
+        (lambda: gather(X, WEIGHT), lambda: gather(X, cast(Any, None))),
+        (lambda: gather(X, WEIGHT), lambda: gather(X, WEIGHT, num_rows=7)),
+        (partial(gather.start_all_gather, X), partial(gather.start_all_gather, X, 5)),
+        (lambda: compat.forward(X, WEIGHT), lambda: compat.forward(cast(Any, None), WEIGHT)),
+    ):
+        with pytest.raises(FluxError) as caught:
+            (right if rank != 1 else wrong)()
+        raised.append(str(caught.value))
+    scatter(X, WEIGHT)
+    assert torch.equal(gather.start_all_gather(X)(), torch.cat([X, X]))
+    return raised
+
+
+@pytest.mark.full
+def test_with_a_deadline_a_refusal_is_heard_and_the_next_call_is_right() -> None:
+    heard, said = run_ranks(_refusing, 2)
+    numbers = enumerate(zip(heard, said, strict=True), 1)
+    for number, (there, here) in numbers:
+        assert f"flux call {number} was not made; rank 1 refused it: {here}" in there
+
+
+def _gathers_without_a_peer(rank: int, world_size: int) -> str:
+    if rank == 1:
+        return ""
+    with pytest.raises(FluxError) as caught:
+        AllGatherGemm(dist.group.WORLD, deadline_s=0.5).start_all_gather(X)
+    return str(caught.value)
+
+
+@pytest.mark.full
+def test_with_a_deadline_a_gather_that_a_peer_never_begins_names_it() -> None:
+    message, _ = run_ranks(_gathers_without_a_peer, 2)
+    assert message.startswith("all_gather: of 2 ranks [1] did not call within 0.5 s")
 
 
 @pytest.mark.parametrize(

@@ -54,10 +54,12 @@ class Machine:
         }
         here["Arena"] = SimpleNamespace(of=lambda _group, _device: self)
 
-    def _check(self, *arguments: Any, fused: bool = False) -> problem.Problem:
+    def _check(
+        self, *arguments: Any, fused: bool = False, names: tuple[str, str]
+    ) -> problem.Problem:
         if fused and arguments[1].dtype != torch.bfloat16:
             raise FluxError(f"x is {arguments[1].dtype}; kernels take bf16")
-        return problem.check(*arguments)
+        return problem.check(*arguments, names=names)
 
     def _form(self, name: str) -> Any:
         def form(x: Tensor, weight: Tensor, bias: Any, ranks: Any, **options: Any) -> Tensor:
@@ -216,6 +218,64 @@ def _shared(rank: int, world_size: int) -> list[Any]:
 def test_each_call_has_the_settings_of_its_operator() -> None:
     wanted = [("fused", 7, 0), ("chunked", 0, 1_500_000_000), ("fused", 7, 0)]
     assert run_ranks(_shared, 2) == [wanted] * 2
+
+
+def _bias_as_kernels_read_it(rank: int, world_size: int) -> list[bool]:
+    """What a form is given of biases that are strided, expanded, misaligned, or fine."""
+    machine, seen = Machine(), []
+
+    def form(x: Tensor, weight: Tensor, bias: Tensor, *_: Any, **__: Any) -> Tensor:
+        seen.append(bias)
+        return x.new_empty(x.shape[0] // 2, weight.shape[0])
+
+    vars(machine)["_form"] = lambda _name: form
+    x, weight = torch.zeros(LARGE, K).bfloat16(), torch.zeros(N, K).bfloat16()
+    right = torch.arange(4.0 * N).bfloat16()
+    given = [right[: 2 * N : 2], right[:1].expand(N), right[1 : N + 1], right[:N]]
+    for bias in given * 2:  # each form's first look and a later one
+        GemmReduceScatter(dist.group.WORLD)(x, weight, bias)
+    read = [
+        got.is_contiguous() and got.data_ptr() % 16 == 0 and torch.equal(got, bias)
+        for got, bias in zip(seen, given * 2, strict=True)
+    ]
+    return [*read, seen[-1] is given[-1]]
+
+
+def test_a_bias_that_kernels_cannot_read_is_copied() -> None:
+    assert run_ranks(_bias_as_kernels_read_it, 2) == [[True] * 9] * 2
+
+
+def test_the_current_device_must_be_that_of_x() -> None:
+    selection.refuse_other_device("x", torch.device("cuda:1"), 1)
+    with pytest.raises(FluxError) as caught:
+        selection.refuse_other_device("x", torch.device("cuda:1"), 0)
+    assert str(caught.value) == (
+        "x is on cuda:1 and the current device is cuda:0; call torch.cuda.set_device(1) first"
+    )
+
+
+def _on_another_device(rank: int, world_size: int) -> str:
+    """Said before peers are asked anything: this rank alone calls."""
+    group = dist.group.WORLD
+    assert group is not None
+    if rank == 1:
+        return ""
+    vars(torch.cuda)["current_device"] = lambda: 0
+    chosen = Selection(group, Settings())
+    chosen._devices = frozenset({"cuda"})
+    vars(selection)["check"] = lambda *_, **__: None
+    vars(selection)["check_tensors"] = lambda _call: None
+    x: Any = SimpleNamespace(
+        device=torch.device("cuda:1"), is_cuda=False, shape=(LARGE, K), dtype=torch.bfloat16
+    )
+    with pytest.raises(FluxError) as caught:
+        chosen.bind(Call("gemm_rs", x, [], [], "NK"))
+    return str(caught.value)
+
+
+@pytest.mark.full
+def test_another_current_device_is_refused_before_anything_collective() -> None:
+    assert run_ranks(_on_another_device, 2)[0].startswith("x is on cuda:1 and the current device")
 
 
 def _pairs(rank: int, world_size: int) -> dict[str, list[str]]:

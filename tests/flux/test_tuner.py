@@ -96,6 +96,19 @@ def test_the_fastest_is_chosen_by_the_median_of_interleaved_rounds() -> None:
     assert tuner.known(KEY) == cache.get(KEY)
 
 
+def test_a_cache_that_cannot_be_written_is_a_warning_and_the_choice_holds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 alone writes: were it an error, its peers would go on without it."""
+    (tmp_path / "file").write_text("")
+    cache = TuningCache(tmp_path / "file" / "tuned.json")
+    tuner = Tuner(cache, None, FakeTimer({"nccl": 2.0, "fused": 1.0}), tune="now")
+    for _ in range(2):
+        assert tuner.choose(KEY, [_candidate("nccl"), _candidate("fused")]).name == "fused"
+    (warning,) = [r.getMessage() for r in caplog.records if "cannot be written" in r.getMessage()]
+    assert "The choice holds for this process" in warning
+
+
 def test_one_slow_round_does_not_decide() -> None:
     bursts = iter([1.0, 9.0, 1.0, 1.0, 1.0])
     samples = interleave({"a": lambda: next(bursts)}, 5)
