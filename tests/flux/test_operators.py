@@ -452,6 +452,26 @@ def test_with_a_deadline_a_gather_that_a_peer_never_begins_names_it() -> None:
     assert message.startswith("all_gather: of 2 ranks [1] did not call within 0.5 s")
 
 
+def test_the_end_of_a_started_gather_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one of two ranks, whose peer is there for the roll call alone."""
+    gather, calls = AllGatherGemm(None), []
+    deadline = Deadline.__new__(Deadline)
+    vars(deadline).update(_deadline_s=2.5, _rank=0, _world_size=2)
+    monkeypatch.setattr(deadline, "roll_call", lambda op, describe: calls.append((op, describe())))
+    chosen = SimpleNamespace(rows=lambda *_: 8, described_rows=lambda *_: "it")
+    vars(gather).update(_deadline=deadline, _selection=chosen)
+
+    def trapped() -> Tensor:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    report = torch.tensor([1, 1, 3, 0, 0, 0, 0, 0])
+    monkeypatch.setattr(gather, "_start_all_gather", lambda *_: (trapped, report))
+    wait = gather.start_all_gather(X)
+    assert calls == [("all_gather", "it")]
+    with pytest.raises(FluxError, match=r"all_gather: rank 0 waited 2\.5 s for the flag of tile 3"):
+        wait()
+
+
 @pytest.mark.parametrize(
     ("report", "said"),
     [
