@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -53,10 +54,9 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     arguments = parser.parse_args()
     switch_multicast_off()
-    with mp.Manager() as manager:
+    with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
         rows = manager.list()
-        store = f"/tmp/flux-probe-{time.monotonic_ns()}"
-        mp.spawn(_rank, (store, rows), nprocs=2)
+        mp.spawn(_rank, (f"{folder}/store", rows), nprocs=2)
         for row in rows:
             row["commit"] = arguments.commit
             print(row["case"], row["metric"], round(row["value"], 1))

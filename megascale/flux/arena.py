@@ -36,7 +36,7 @@ from megascale.errors import FluxError
 from megascale.flux.driver import current_stream, driver
 
 NUM_SLOTS = 4
-NUM_FLAGS = 65536  # of a slot: one a source and tile; the largest case of `bench flux` has 28,672
+NUM_FLAGS = 65536  # of a slot: one a source and tile: m n / 32768 of them with tiles of 128 x 256
 _GRANULE = 2 << 20  # bytes; what the driver maps at least
 _COUNT_WORDS = 1024  # of the barrier; a rank each
 

@@ -43,7 +43,7 @@ class Case:
 
 
 def _values(rank: int, world_size: int, cases: list[Case], num_sms: int) -> list[str]:
-    """What is wrong: nothing. One case after another goes through the three slots."""
+    """What is wrong: nothing. One case after another goes through the slots."""
     interpret_kernels()
     poison_new_tensors()
     assert dist.group.WORLD is not None

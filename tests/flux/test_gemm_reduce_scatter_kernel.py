@@ -69,7 +69,7 @@ def _wanted(case: Case, seed: int, rank: int, world_size: int) -> tuple[Any, ...
 
 
 def _values(rank: int, world_size: int, cases: list[Case], num_sms: int) -> list[str]:
-    """What is wrong: nothing. One case after another goes through the three slots."""
+    """What is wrong: nothing. One case after another goes through the slots."""
     interpret_kernels()
     poison_new_tensors()
     assert dist.group.WORLD is not None

@@ -142,7 +142,7 @@ def test_two_groups_take_turns() -> None:
 
 
 class _Layers:
-    """Two layers of a tensor-parallel MLP: five flux calls, which three slots do not divide."""
+    """Two layers of a tensor-parallel MLP: five flux calls, which the slots do not divide."""
 
     def __init__(self, calls: Calls, m: int, seed: int) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
