@@ -99,11 +99,14 @@ def on_all(arenas: list[VirtualArena], call: Callable[[int, VirtualArena], Any])
 
 
 def warm_up(arenas: list[VirtualArena], call: Callable[[int, VirtualArena], Any]) -> None:
-    """Load every kernel of `call`: a rank after the other, all flags set, so that none waits."""
+    """Load every kernel of `call`: a rank after the other, all flags set, so that none waits.
+
+    Both halves of each flag: what travels in band waits for words of 16 bits.
+    """
     flags = [f for slot in arenas[0]._slots for f in slot.flags]
     for rank, arena in enumerate(arenas):
         for flag in flags:
-            flag.fill_(1)
+            flag.fill_(0x0001_0001)
         torch.cuda.synchronize()
         with torch.cuda.stream(arena.stream):
             call(rank, arena)
