@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascale.flux import collectives
-from megascale.flux.problem import own_rows
 from megascale.flux.ranks import Ranks, padded
-from megascale.flux.tiles import rows_per_rank
+from megascale.flux.tiles import rows_per_rank, shard_rows
 
 
 def all_gather(x_tD: Tensor, arena: Ranks, num_rows: int | None = None) -> Tensor:
@@ -27,7 +26,7 @@ def all_gather(x_tD: Tensor, arena: Ranks, num_rows: int | None = None) -> Tenso
 def reduce_scatter(x_TD: Tensor, arena: Ranks) -> Tensor:
     """x_tD: this rank's rows of the sum over ranks."""
     num_rows, world_size = x_TD.shape[0], arena.world_size
-    first, end = own_rows(num_rows, arena.rank, world_size)
+    first, end = shard_rows(num_rows, world_size, arena.rank)
     x_TD = padded(x_TD, rows_per_rank(num_rows, world_size) * world_size)
     return collectives.reduce_scatter(x_TD, arena.group)[: end - first]
 

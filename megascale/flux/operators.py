@@ -50,10 +50,11 @@ from megascale.flux.call import Bound, Call, check_sum, check_tensors
 from megascale.flux.deadline import Deadline
 from megascale.flux.gemm_reduce_scatter.pair import sum_of_products
 from megascale.flux.mode import FluxMode
-from megascale.flux.problem import Op, check, check_rows, own_rows, refuse_unknown_rows
+from megascale.flux.problem import Op, check, check_rows, refuse_unknown_rows
 from megascale.flux.ranks import gemm, padded
 from megascale.flux.selection import Selection
 from megascale.flux.settings import Settings
+from megascale.flux.tiles import shard_rows
 from megascale.flux.tuner import REFERENCE, Tune
 
 Started = Callable[[], Tensor]
@@ -301,7 +302,7 @@ class GemmReduceScatter(_Operator):
             y_tN = self._ended(bound, call)
             return lambda: y_tN
         partial_TN = gemm(x_TK, weight, layout=weight_layout)  # type: ignore[arg-type] # checked
-        first, end = own_rows(x_TK.shape[0], self.rank, self.world_size)
+        first, end = shard_rows(x_TK.shape[0], self.world_size, self.rank)
         whole_TN = padded(partial_TN, -(-x_TK.shape[0] // self.world_size) * self.world_size)
         pending = collectives.start_reduce_scatter(whole_TN, self.group)
         return lambda: pending.wait()[: end - first]

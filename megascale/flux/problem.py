@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascale.errors import FluxError
+from megascale.flux.tiles import rows_per_rank, shard_rows
 
 Op = Literal["ag_gemm", "gemm_rs", "gemm_ar"]
 Layout = Literal["NK", "KN"]
@@ -39,13 +40,7 @@ class Problem:
     @property
     def rows_a_rank(self) -> int:
         """Rows of a rank; the last ranks own fewer where the world size does not divide m."""
-        return -(-self.m // self.world_size)
-
-
-def own_rows(m: int, rank: int, world_size: int) -> tuple[int, int]:
-    """(first, end) of the rows of a rank among m."""
-    each = -(-m // world_size)
-    return min(rank * each, m), min((rank + 1) * each, m)
+        return rows_per_rank(self.m, self.world_size)
 
 
 def check(
@@ -167,7 +162,7 @@ def _rows(op: Op, of_x: str, x: Tensor, num_rows: int | None, world: int, rank: 
             )
         return int(x.shape[0])
     m = x.shape[0] * world if num_rows is None else num_rows
-    first, end = own_rows(m, rank, world)
+    first, end = shard_rows(m, world, rank)
     if end - first != x.shape[0]:
         raise FluxError(
             f"{of_x} has {x.shape[0]} rows on rank {rank} of {world} and num_rows is {m}; rank "

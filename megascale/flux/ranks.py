@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megascale.flux.problem import Layout, own_rows
-from megascale.flux.tiles import rows_per_rank
+from megascale.flux.problem import Layout
+from megascale.flux.tiles import rows_per_rank, shard_rows
 
 
 class Ranks(Protocol):
@@ -90,6 +90,6 @@ def summed_rows(
     c = rows_per_rank(num_rows, ranks.world_size)
     partial_TN = x_TK.new_empty(c * ranks.world_size, num_columns)
     gemm(x_TK, weight, layout=layout, out_TN=partial_TN[:num_rows])
-    first, end = own_rows(num_rows, ranks.rank, ranks.world_size)
+    first, end = shard_rows(num_rows, ranks.world_size, ranks.rank)
     y_tN = scatter(partial_TN)[: end - first]
     return y_tN if bias_N is None else y_tN.add_(bias_N)

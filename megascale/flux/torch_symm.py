@@ -19,9 +19,9 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
-from megascale.flux.problem import Layout, own_rows
+from megascale.flux.problem import Layout
 from megascale.flux.ranks import Ranks, gemm, padded
-from megascale.flux.tiles import rows_per_rank
+from megascale.flux.tiles import rows_per_rank, shard_rows
 
 _ALIGNMENT_BYTES = 16
 
@@ -63,7 +63,7 @@ def gemm_reduce_scatter(
     y_tN: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
         x_TK, weight_KN, "sum", 0, arena.group.group_name
     )
-    first, end = own_rows(num_rows, arena.rank, world_size)
+    first, end = shard_rows(num_rows, world_size, arena.rank)
     y_tN = y_tN[: end - first]
     return y_tN if bias_N is None else y_tN.add_(bias_N)
 

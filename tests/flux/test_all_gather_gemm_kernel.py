@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megascale.flux.all_gather_gemm.config import FusedAllGather
 from megascale.flux.all_gather_gemm.launch import all_gather_gemm
-from megascale.flux.problem import own_rows
+from megascale.flux.tiles import shard_rows
 from tests.distributed import run_ranks
 from tests.flux.interpreted import ROUNDING, SUMS, operand, poison_new_tensors, worst
 from tests.flux.shared_arena import SharedArena, interpret_kernels
@@ -51,7 +51,7 @@ def _values(rank: int, world_size: int, cases: list[Case], num_sms: int) -> list
     wrong = []
     for seed, case in enumerate(cases):
         x_TK = operand(seed, case.m, case.k, dtype=case.dtype, exact=case.exact)
-        first, end = own_rows(case.m, rank, world_size)
+        first, end = shard_rows(case.m, world_size, rank)
         weights, biases, wanted = [], [], []
         for i in range(case.num_weights):
             own = 1000 * (rank + 1) + 10 * seed + i

@@ -19,7 +19,7 @@ from megascale.flux import (
     row_parallel_linear,
     row_parallel_pair,
 )
-from megascale.flux.problem import own_rows
+from megascale.flux.tiles import shard_rows
 from tests.distributed import run_ranks
 
 pytestmark = pytest.mark.full  # processes and the interpreter: half a minute together
@@ -58,7 +58,7 @@ def _part(kind: str, name: str, whole: Tensor, rank: int, world_size: int) -> Te
     if cut is None:
         return whole.clone()
     if cut == -1:
-        return whole[slice(*own_rows(whole.shape[0], rank, world_size))].clone()
+        return whole[slice(*shard_rows(whole.shape[0], world_size, rank))].clone()
     return whole.chunk(world_size, cut)[rank].contiguous()
 
 

@@ -19,7 +19,8 @@ from megascale.flux.all_gather_gemm import chunked as ag
 from megascale.flux.gemm_reduce_scatter import chunked as rs
 from megascale.flux.gemm_reduce_scatter.chunked_rows import cut_rows
 from megascale.flux.lanes import block_length, block_of, growing, num_blocks
-from megascale.flux.problem import Layout, Problem, own_rows
+from megascale.flux.problem import Layout, Problem
+from megascale.flux.tiles import shard_rows
 from tests.distributed import run_ranks
 
 WORLDS = [1, 2, 3, 4, 5, 8]
@@ -77,7 +78,7 @@ def test_gather_reads_each_row_and_flag_once_and_in_order_of_arrival(world_size:
     for m, config, rank in itertools.product(ROWS, configs, range(world_size)):
         parts = ag.remote_parts(m, world_size, rank, config)
         pieces = ag.num_pieces(m, world_size, config)
-        own = own_rows(m, rank, world_size)
+        own = shard_rows(m, world_size, rank)
         rows = [r for part in parts for r in range(part.first_row, part.end_row)]
         assert sorted([*rows, *range(*own)]) == list(range(m)), (m, config, rank)
         flags = [f for part in parts for f in range(part.first_flag, part.end_flag)]
@@ -108,7 +109,7 @@ def test_scatter_multiplies_each_row_once_the_own_last(world_size: int) -> None:
         rows = [r for b in (*blocks, *cut.own) for r in range(b.first, b.end)]
         assert sorted(rows) == list(range(m)), (m, config, rank)
         for b in blocks:
-            first, end = own_rows(m, b.owner, world_size)
+            first, end = shard_rows(m, world_size, b.owner)
             assert b.first == b.end or first <= b.first <= b.end <= end
             assert b.first == min(first + b.chunk * cut.block, end)  # where the owner expects it
         for group in cut.remote:  # one GEMM
@@ -186,7 +187,7 @@ def _gather_once(
     """What is wrong with one call, in words."""
     rank, world_size, k = arena.rank, arena.world_size, 24
     x_TK = _random(call, m, k)
-    first, end = own_rows(m, rank, world_size)
+    first, end = shard_rows(m, world_size, rank)
     weights = [_random(1000 * call + 10 * rank + i, k, n) for i, n in enumerate((40, 9))]
     biases = [_random(call + i, 40 - 31 * i) if bias or i else None for i in range(2)]
     outputs, gathered = ag.all_gather_gemm(
@@ -241,7 +242,7 @@ def _scatter_once(
         config=config,
     )
     whole = torch.stack([x.detach().double() @ w.double() for x, w in parts]).sum(0)
-    wanted = (whole + (0 if b is None else b.double()))[slice(*own_rows(m, rank, world_size))]
+    wanted = (whole + (0 if b is None else b.double()))[slice(*shard_rows(m, world_size, rank))]
     if y_tN.shape != wanted.shape or not _error(y_tN, wanted) < 1e-5:
         return [f"m {m}, {layout}, bias {bias}, {config}: {_error(y_tN, wanted)}"]
     return []
@@ -275,7 +276,7 @@ def _repeats(rank: int, world_size: int, config: rs.ChunkedReduceScatter) -> flo
     ]
     assert all(torch.equal(results[0], y) for y in results[1:])
     whole = torch.stack([x.double() @ w.double() for x, w in parts]).sum(0)
-    return _error(results[0], whole[slice(*own_rows(m, rank, world_size))])
+    return _error(results[0], whole[slice(*shard_rows(m, world_size, rank))])
 
 
 def _both_alternate(rank: int, world_size: int) -> list[str]:

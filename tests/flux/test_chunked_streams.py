@@ -17,7 +17,8 @@ from megascale.flux import lanes
 from megascale.flux.all_gather_gemm import chunked as ag
 from megascale.flux.arena import Arena, Slot
 from megascale.flux.gemm_reduce_scatter import chunked as rs
-from megascale.flux.problem import Problem, own_rows
+from megascale.flux.problem import Problem
+from megascale.flux.tiles import shard_rows
 from tests.flux.simulated_streams import (
     Device,
     Driver,
@@ -100,7 +101,7 @@ def _gather(
     x_TK, weight, bias = run.values(m, K), run.values(N, K), run.values(N)
     held = []
     for arena in run.arenas:
-        x = run.produce(arena, x_TK[slice(*own_rows(m, arena.rank, world_size))])
+        x = run.produce(arena, x_TK[slice(*shard_rows(m, world_size, arena.rank))])
         form = partial(
             ag.all_gather_gemm, x, [weight], [bias], arena, layout="NK", num_rows=m, config=config
         )
@@ -124,7 +125,7 @@ def _scatter(run: Run, m: int, config: rs.ChunkedReduceScatter, bias: Tensor | N
         form = partial(form, config=config)
         y = call(arena, run.device, form, keep=1)
         run.forget(arena, x)
-        wanted = whole[slice(*own_rows(m, arena.rank, world_size))]
+        wanted = whole[slice(*shard_rows(m, world_size, arena.rank))]
         run.expect(f"{config}, m {m}", arena, y, wanted)
 
 

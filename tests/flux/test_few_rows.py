@@ -13,8 +13,9 @@ from torch import Tensor
 
 from megascale.errors import FluxError
 from megascale.flux.few_rows.config import FewRows, block_m_of, candidates, programs_an_sm
-from megascale.flux.problem import Problem, own_rows
+from megascale.flux.problem import Problem
 from megascale.flux.symmetric import sizes
+from megascale.flux.tiles import shard_rows
 from tests.distributed import run_ranks
 from tests.flux.ahead_of_time import TARGETS, ptx
 from tests.flux.shared_arena import SharedArena, interpret_kernels
@@ -105,7 +106,7 @@ def _sums(rank: int, world_size: int, cases: list[Case], scatter: bool) -> list[
                 )  # fmt: skip
             if not scatter:
                 bits.append(y.view(torch.int16).flatten().tolist())
-            first, end = own_rows(case.m, rank, world_size) if scatter else (0, case.m)
+            first, end = shard_rows(case.m, world_size, rank) if scatter else (0, case.m)
             with_bias = wanted if bias is None else wanted + bias.double()
             _near(y, with_bias[first:end], magnitude=case.k**0.5)
         assert scatter or times == 1 or bits[-1] == bits[-2], case
@@ -143,7 +144,7 @@ def _gathers(rank: int, world_size: int, cases: list[Case]) -> None:
     for seed, case in enumerate(cases):
         arena._num_sms = case.num_sms
         x_TK = _random(10 * seed, case.m, case.k, dtype=case.dtype)
-        first, end = own_rows(case.m, rank, world_size)
+        first, end = shard_rows(case.m, world_size, rank)
         columns = [case.n, 40] if next(several) else [case.n]
         weights = [_random(seed + n, n, case.k, dtype=case.dtype) for n in columns]
         biases = [_random(n, n, dtype=case.dtype) if case.bias else None for n in columns]
@@ -182,7 +183,7 @@ def _alternating(rank: int, world_size: int) -> None:
         m, n, k = 2 + call, 64, 128
         x_TK = [_random(call + 10 * r, m, k, dtype=torch.float16) for r in range(world_size)]
         w_NK = _random(call, n, k, dtype=torch.float16)
-        first, end = own_rows(m, rank, world_size)
+        first, end = shard_rows(m, world_size, rank)
         y_TN = gemm_all_reduce(x_TK[rank], w_NK, None, arena, layout="NK")
         y_tN = gemm_reduce_scatter(x_TK[rank], w_NK, None, arena, layout="NK")
         assert torch.equal(y_tN, y_TN[first:end])

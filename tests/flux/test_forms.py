@@ -13,8 +13,9 @@ import torch.distributed as dist
 from megascale.errors import FluxError
 from megascale.flux.bench.work import engine_tiles
 from megascale.flux.forms import FORMS, configs, forms, missing
-from megascale.flux.problem import Problem, own_rows
+from megascale.flux.problem import Problem
 from megascale.flux.ranks import GroupOnly
+from megascale.flux.tiles import shard_rows
 from tests.distributed import run_ranks
 
 K, N = 16, 24
@@ -30,7 +31,7 @@ def _nccl_forms(rank: int, world_size: int, rows: list[int]) -> None:
         return torch.randn(shape, dtype=torch.float64, generator=generator)
 
     for m in rows:
-        own = slice(*own_rows(m, rank, world_size))
+        own = slice(*shard_rows(m, world_size, rank))
         x, bias = random(m, K), random(N)
         parts, weights = random(world_size, m, K), random(world_size, N, K)
         gather: Any = forms("ag_gemm")["nccl"]

@@ -20,7 +20,7 @@ from torch import Tensor
 from megascale.errors import FluxError
 from megascale.flux.gemm_reduce_scatter.config import FusedReduceScatter
 from megascale.flux.gemm_reduce_scatter.launch import gemm_reduce_scatter
-from megascale.flux.problem import own_rows
+from megascale.flux.tiles import shard_rows
 from tests.distributed import run_ranks
 from tests.flux.interpreted import ROUNDING, SUMS, operand, poison_new_tensors, worst
 from tests.flux.shared_arena import SharedArena, interpret_kernels
@@ -46,7 +46,7 @@ class Case:
 
 def _wanted(case: Case, seed: int, rank: int, world_size: int) -> tuple[Any, ...]:
     """(x, weight, bias, y, bound of its error) of this rank."""
-    rows = slice(*own_rows(case.m, rank, world_size))
+    rows = slice(*shard_rows(case.m, world_size, rank))
     wanted = torch.zeros(rows.stop - rows.start, case.n, dtype=torch.float64)
     bound = wanted + SUMS * (not case.exact) + 1e-30
     rounding = 0.0 if case.exact else ROUNDING[case.dtype]

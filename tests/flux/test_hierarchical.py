@@ -16,8 +16,9 @@ from megascale.errors import FluxError
 from megascale.flux.all_gather_gemm.nccl import all_gather_gemm as flat_gather
 from megascale.flux.gemm_reduce_scatter.nccl import gemm_reduce_scatter as flat_scatter
 from megascale.flux.hierarchical import Nodes, all_gather_gemm, gemm_reduce_scatter
-from megascale.flux.problem import Layout, own_rows
+from megascale.flux.problem import Layout
 from megascale.flux.ranks import GroupOnly
+from megascale.flux.tiles import shard_rows
 from tests.distributed import run_ranks
 
 pytestmark = pytest.mark.full  # processes and the interpreter: half a minute together
@@ -55,7 +56,7 @@ def _gather(nodes: Nodes, form: Any, m: int, chunks: int, call: int, *, writes: 
     weights = [_random(100 * call + 7 * rank + n, K, n) for n in WIDTHS]
     biases = [_random(call + rank, WIDTHS[0]), None]
     arguments = (
-        x_TK[slice(*own_rows(m, rank, nodes.world_size))].requires_grad_(),
+        x_TK[slice(*shard_rows(m, nodes.world_size, rank))].requires_grad_(),
         [_stored(w, layout).requires_grad_() for w in weights],
         biases,
     )
@@ -101,7 +102,7 @@ def _scatter(nodes: Nodes, form: Any, m: int, chunks: int, call: int) -> list[st
     )
     whole = torch.stack([x.detach() @ w for x, w in parts]).sum(0) + (0 if bias is None else bias)
     case = f"scatter, m {m}, chunks {chunks}, {layout}"
-    wrong = _differs(case, y_tN, whole[slice(*own_rows(m, rank, nodes.world_size))])
+    wrong = _differs(case, y_tN, whole[slice(*shard_rows(m, nodes.world_size, rank))])
     flat = flat_scatter(
         x_TK.detach(), weight, bias, GroupOnly(_group(), x_TK.device), layout=layout
     )

@@ -20,7 +20,7 @@ from megascale.flux import (
     library,
     row_parallel_linear,
 )
-from megascale.flux.problem import own_rows
+from megascale.flux.tiles import shard_rows
 from tests.distributed import run_ranks
 
 pytestmark = pytest.mark.full  # processes and the interpreter: half a minute together
@@ -51,7 +51,7 @@ def _mlp(rank: int, world_size: int, m: int) -> bool:
             whole * 2.0,
         ]
 
-    first, end = own_rows(m, rank, world_size)
+    first, end = shard_rows(m, world_size, rank)
     arguments = (
         _random(1, m, IN)[first:end],
         _random(2 + rank, OUT, IN),
@@ -124,7 +124,7 @@ def _checked(rank: int, world_size: int) -> list[str]:
     group = dist.group.WORLD
     tests = ("test_schema", "test_faketensor")
     for m in (1, 4, 5):
-        first, end = own_rows(m, rank, world_size)
+        first, end = shard_rows(m, world_size, rank)
         whole, weight, bias = _random(1, m, IN), _random(2, OUT, IN), _random(3, OUT)
         own = whole[first:end].clone()
         key = AllGatherGemm(group)._key

@@ -22,7 +22,7 @@ from megascale.flux import (
     row_parallel_pair,
     selection,
 )
-from megascale.flux.problem import own_rows
+from megascale.flux.tiles import shard_rows
 from tests.distributed import run_ranks
 from tests.flux.shared_arena import SharedArena, interpret_kernels
 
@@ -61,7 +61,7 @@ def _weights(rank: int) -> list[Tensor]:
 def _step(ops: TensorOps, m: int, dtype: torch.dtype) -> list[Tensor]:
     """Output and gradients after some passes on the same buffers."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    first, end = own_rows(m, rank, world_size)
+    first, end = shard_rows(m, world_size, rank)
     whole = torch.randn(m, IN, generator=torch.Generator().manual_seed(77))
     leaves = [t.to(dtype).requires_grad_() for t in (whole[first:end], *_weights(rank))]
     y = torch.empty(0)

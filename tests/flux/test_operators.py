@@ -19,7 +19,7 @@ from megascale.errors import FluxError
 from megascale.flux import AllGatherGemm, GemmAllReduce, GemmReduceScatter
 from megascale.flux.compat import AGKernel
 from megascale.flux.deadline import Deadline
-from megascale.flux.problem import own_rows
+from megascale.flux.tiles import shard_rows
 from tests.distributed import run_ranks
 
 ROWS = (1, 2, 3, 7, 8, 13)  # of all ranks: fewer than ranks, and shares that differ
@@ -63,7 +63,7 @@ def _gathers(rank: int, world_size: int) -> list[str]:
     operator = AllGatherGemm(dist.group.WORLD)
     wrong = []
     for m, layout, with_bias in itertools.product(ROWS, ("NK", "KN"), (False, True)):
-        first, end = own_rows(m, rank, world_size)
+        first, end = shard_rows(m, world_size, rank)
         x_TK = _random(1, m, IN)
         weights = [_as(layout, _random(2 + rank, n, IN)) for n in (OUT, OUT + 2)]
         biases = [_random(5 + rank, OUT), None] if with_bias else None
@@ -86,7 +86,7 @@ def _reduces(rank: int, world_size: int) -> list[str]:
         case = Partial.of(m, layout, rank, world_size)
         bias = _random(5, OUT) if with_bias else None
         wanted = case.y_TN if bias is None else case.y_TN + bias
-        first, end = own_rows(m, rank, world_size)
+        first, end = shard_rows(m, world_size, rank)
         arguments = (case.x_TK, case.weight, bias)
         right = [
             _close(scatter(*arguments, weight_layout=layout), wanted[first:end]),
@@ -111,14 +111,14 @@ def _pairs(rank: int, world_size: int) -> list[str]:
         found = scatter.pair(
             one.x_TK, one.weight, other.x_TK, other.weight, bias, weight_layout=layout
         )
-        if not _close(found, wanted[slice(*own_rows(m, rank, world_size))]):
+        if not _close(found, wanted[slice(*shard_rows(m, world_size, rank))]):
             wrong.append(f"{m} {layout} {with_bias}")
     return wrong
 
 
 def _gathers_alone(rank: int, world_size: int) -> list[int]:
     gather = AllGatherGemm(dist.group.WORLD)
-    shares = {m: _random(1, m, IN)[slice(*own_rows(m, rank, world_size))] for m in ROWS}
+    shares = {m: _random(1, m, IN)[slice(*shard_rows(m, world_size, rank))] for m in ROWS}
     started = {m: gather.start_all_gather(share, m) for m, share in shares.items()}
     return [m for m, wait in started.items() if not torch.equal(wait(), _random(1, m, IN))]
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascale.errors import FluxError
-from megascale.flux.problem import own_rows
 from megascale.flux.symmetric import sizes
+from megascale.flux.tiles import shard_rows
 from tests.distributed import run_ranks
 from tests.flux.ahead_of_time import TARGETS, ptx
 from tests.flux.shared_arena import SharedArena, interpret_kernels
@@ -129,7 +129,7 @@ def _reduce_scatters(rank: int, world_size: int, cases: list[Any], jitter_s: flo
     from megascale.flux.symmetric.reduce_scatter import reduce_scatter
 
     for seed, (m, columns, dtype) in enumerate(cases):
-        first, end = own_rows(m, rank, world_size)
+        first, end = shard_rows(m, world_size, rank)
         for way in ("in band", "flags", "copies"):
             parts = [values(100 * seed + r, (m, columns), dtype) for r in range(world_size)]
             wanted = in_rank_order(parts)[first:end]
@@ -151,7 +151,7 @@ def _chunks(rank: int, world_size: int) -> None:
     sizes.CHUNK_BYTES = 64
     for m in (1, 5, 12, 23):
         parts = [values(m + 100 * r, (m, 24), torch.float16) for r in range(world_size)]
-        first, end = own_rows(m, rank, world_size)
+        first, end = shard_rows(m, world_size, rank)
         y_tD = reduce_scatter(parts[rank], arena, copy_engine=True)
         close(y_tD, in_rank_order(parts)[first:end])
 
@@ -171,7 +171,7 @@ def _all_gathers(rank: int, world_size: int, cases: list[Any], jitter_s: float) 
             if transport == "in_band" and columns * dtype.itemsize % 4:
                 continue
             x_TD = (values(seed, (m, columns), FP32) * 20).to(dtype)
-            first, end = own_rows(m, rank, world_size)
+            first, end = shard_rows(m, world_size, rank)
             with by_flags() if transport == "flags" else nullcontext():
                 found = all_gather(x_TD[first:end], arena, m, transport=transport)
             for value, wanted in [(found, x_TD), *before]:  # the last one's is still there
@@ -209,7 +209,7 @@ def _started(rank: int, world_size: int) -> None:
     for call in range(9):
         m = 1 + 2 * call
         x_TD = values(call, (m, 12), torch.bfloat16)
-        first, end = own_rows(m, rank, world_size)
+        first, end = shard_rows(m, world_size, rank)
         gathering = start_all_gather(x_TD[first:end], arena, m)
         y = all_reduce(torch.full((4,), float(rank)), arena)
         assert torch.equal(y, torch.full((4,), float(sum(range(world_size)))))

@@ -21,8 +21,8 @@ from megascale.flux.bench.cases import Case
 from megascale.flux.bench.world import World
 from megascale.flux.forms import Form, forms
 from megascale.flux.gemm_config import GemmConfig
-from megascale.flux.problem import own_rows
 from megascale.flux.ranks import gemm
+from megascale.flux.tiles import shard_rows
 from megascale.flux.timing import Run
 
 _MOST_SETS = 8
@@ -54,7 +54,7 @@ class Work:
         m, n, k = self.problem.m, self.problem.n, self.problem.k
         rows = m
         if self.case.op == "ag_gemm":
-            first, end = own_rows(m, self._world.rank, self._world.size)
+            first, end = shard_rows(m, self._world.size, self._world.rank)
             rows = end - first
         x = self._random((rows, k), 1.0, generator)
         shape = (n, k) if self._layout == "NK" else (k, n)

@@ -24,12 +24,11 @@ import torch
 from torch import Tensor
 
 from megascale.errors import FluxError
-from megascale.flux.problem import own_rows
 from megascale.flux.symmetric import sizes
 from megascale.flux.symmetric.launch import wait_flags
 from megascale.flux.symmetric.one_shot.launch import block_w, key_of
 from megascale.flux.symmetric.prepared import Prepared
-from megascale.flux.tiles import rows_per_rank
+from megascale.flux.tiles import rows_per_rank, shard_rows
 
 if TYPE_CHECKING:
     from megascale.flux.arena import Arena, Slot
@@ -103,7 +102,7 @@ def _rows(x_tD: Tensor, arena: Arena, num_rows: int | None) -> int:
     if x_tD.device.type != arena.device.type:
         raise FluxError(f"x is on {x_tD.device} and its group on {arena.device}; move it there")
     num_rows = x_tD.shape[0] * arena.world_size if num_rows is None else num_rows
-    first, end = own_rows(num_rows, arena.rank, arena.world_size)
+    first, end = shard_rows(num_rows, arena.world_size, arena.rank)
     if end - first != x_tD.shape[0]:
         raise FluxError(
             f"x has {x_tD.shape[0]} rows on rank {arena.rank} of {arena.world_size} and num_rows "

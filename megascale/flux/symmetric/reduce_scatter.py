@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from megascale.flux.problem import own_rows
 from megascale.flux.symmetric import sizes
 from megascale.flux.symmetric.launch import sum_arrived
 from megascale.flux.symmetric.one_shot.launch import check_summable, sum_over_ranks
-from megascale.flux.tiles import rows_per_rank
+from megascale.flux.tiles import rows_per_rank, shard_rows
 
 if TYPE_CHECKING:
     from megascale.flux.arena import Arena
@@ -36,7 +35,7 @@ def reduce_scatter(x_TD: Tensor, arena: Arena, *, copy_engine: bool | None = Non
     x_TD = x_TD.contiguous()
     num_rows, columns = x_TD.shape
     share = rows_per_rank(num_rows, arena.world_size) * columns
-    first, end = own_rows(num_rows, arena.rank, arena.world_size)
+    first, end = shard_rows(num_rows, arena.world_size, arena.rank)
     y_tD = x_TD.new_empty(end - first, columns)
     if copy_engine is None:
         copy_engine = share * x_TD.element_size() > sizes.COPY_ENGINE_BYTES
@@ -64,7 +63,7 @@ def _by_copies(x_TD: Tensor, y_tD: Tensor, arena: Arena) -> None:
         for chunk in range(num_chunks):
             for step in range(1, world_size):
                 peer = (rank - step) % world_size
-                first, end = own_rows(num_rows, peer, world_size)
+                first, end = shard_rows(num_rows, world_size, peer)
                 start, stop = (min(first + (chunk + i) * rows, end) for i in (0, 1))
                 arena.send(
                     slot.data[peer].data_ptr() + (rank * c + start - first) * row_bytes,
@@ -72,7 +71,7 @@ def _by_copies(x_TD: Tensor, y_tD: Tensor, arena: Arena) -> None:
                     (stop - start) * row_bytes,
                     slot.flags[peer].data_ptr() + 4 * (rank * num_chunks + chunk),
                 )
-        first, end = own_rows(num_rows, rank, world_size)
+        first, end = shard_rows(num_rows, world_size, rank)
         parts = slot.view(rank, (world_size, c, columns), x_TD.dtype)[:, : end - first]
         sum_arrived(
             y_tD,

@@ -21,11 +21,11 @@ from megascale.flux.few_rows.launch import (
     plan_of,
     tickets_of,
 )
-from megascale.flux.problem import Layout, own_rows
+from megascale.flux.problem import Layout
 from megascale.flux.ranks import gemm
 from megascale.flux.symmetric import sizes
 from megascale.flux.symmetric.one_shot.launch import block_w
-from megascale.flux.tiles import rows_per_rank
+from megascale.flux.tiles import rows_per_rank, shard_rows
 
 if TYPE_CHECKING:
     from megascale.flux.arena import Arena
@@ -102,6 +102,6 @@ def _prepare(
         "BLOCK_W": block_w(world_size),
         "DEADLINE_NS": arena.deadline_ns,
     }
-    first, end = own_rows(m, arena.rank, world_size) if scatter else (0, m)
+    first, end = shard_rows(m, world_size, arena.rank) if scatter else (0, m)
     launch = Launch(gemm_sum_kernel, plan, arena, m, 1, integers, constants)
     return Call(launch, end - first, received + plan.partial_bytes, tickets_of(arena))
