@@ -38,6 +38,7 @@ from megascale.flux.driver import current_stream, driver
 NUM_SLOTS = 4
 NUM_FLAGS = 65536  # of a slot: one a source and tile: m n / 32768 of them with tiles of 128 x 256
 _GRANULE = 2 << 20  # bytes; what the driver maps at least
+_ONES = 4096
 _COUNT_WORDS = 1024  # of the barrier; a rank each
 
 _arenas: dict[str, Arena] = {}
@@ -74,7 +75,7 @@ class Slot:
 class Arena:
     """The slots of a group and the copy stream beside them. One a group: `Arena.of`.
 
-    one       int32 [1], the value 1: source of flags that a copy engine sets
+    one       int32 [4096], all 1: source of flags that a copy engine sets
     done      int32 [64], zero: counters of programs that finished; who counts puts them back
     report    int64 [8] of host memory: (1, source rank, tile) of a wait that ran out of time
     deadline_ns   of every wait in a kernel; 0 is none (debug mode sets it)
@@ -88,7 +89,7 @@ class Arena:
         self.device = device
         self.deadline_ns = 0
         self.reserved_sms = 0
-        self.one = torch.ones(1, dtype=torch.int32, device=device)
+        self.one = torch.ones(_ONES, dtype=torch.int32, device=device)
         self.done = torch.zeros(64, dtype=torch.int32, device=device)
         self.report = torch.zeros(8, dtype=torch.int64, pin_memory=True)
         self.capacity = 0
@@ -185,6 +186,27 @@ class Arena:
             driver().write(flag, 1, self._copies_handle)
         else:
             driver().copy(flag, self.one.data_ptr(), 4, self._copies_handle)
+
+    def carry(
+        self, made: Any, to: int, source: int, num_bytes: int, flags: int, count: int
+    ) -> None:
+        """On the copy stream, not in a capture: when the words `made` (`Driver.taking`) have come,
+        bytes travel to a peer's address by copy engine, and `count` flags there are set.
+
+        Flags are copied too: a memset of many may be a kernel, which finds no place beside a grid
+        that fills the device.
+        """
+        driver().take(made, self._copies_handle)
+        if num_bytes:
+            driver().copy(to, source, num_bytes, self._copies_handle)
+        for first in range(0, count, _ONES):
+            num = min(count - first, _ONES)
+            driver().copy(flags + 4 * first, self.one.data_ptr(), 4 * num, self._copies_handle)
+
+    @property
+    def capturing(self) -> bool:
+        """The call that has its turn is being captured into a graph."""
+        return self._capture is not None
 
     def join(self) -> None:
         """The current stream waits for the copy stream."""

@@ -10,6 +10,7 @@ Addresses, streams, events and functions are the driver's handles, as ints.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache
 from typing import Any
@@ -19,12 +20,15 @@ import torch
 TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
 _WAIT_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+_WAIT_WORD, _WRITE_WORD = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
+_MOST_OPERATIONS = 256  # of one batch
 _L2_PROMOTION_128B = 2
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemcpyDtoDAsync_v2": (c_uint64, c_uint64, c_size_t, c_void_p),
     "cuStreamWriteValue32_v2": (c_void_p, c_uint64, c_uint32, c_uint),
     "cuStreamWaitValue32_v2": (c_void_p, c_uint64, c_uint32, c_uint),
+    "cuStreamBatchMemOp_v2": (c_void_p, c_uint, c_void_p, c_uint),
     "cuEventRecord": (c_void_p, c_void_p),
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuLaunchKernel": (c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p),
@@ -34,6 +38,19 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     ),
     "cuGetErrorString": (c_int, ctypes.POINTER(c_char_p)),
 }  # fmt: skip
+
+
+class _Operation(ctypes.Structure):
+    """CUstreamBatchMemOpParams of a wait or a write of one word."""
+
+    _fields_ = (
+        ("operation", c_uint),
+        ("address", c_uint64),
+        ("value", c_uint64),
+        ("flags", c_uint),
+        ("alias", c_uint64),
+        ("_pad", c_uint64),
+    )
 
 
 class Driver:
@@ -59,6 +76,20 @@ class Driver:
     def wait(self, address: int, value: int, stream: int) -> None:
         """The stream stands until the word has this value; no SM is used."""
         self._check(self._calls._cuStreamWaitValue32(stream, address, value, _WAIT_EQUAL))
+
+    def taking(self, words: Sequence[tuple[int, int]]) -> Any:
+        """For `take`: (address, value) of at most 128 words."""
+        operations = [
+            *(_Operation(_WAIT_WORD, address, value, _WAIT_EQUAL) for address, value in words),
+            *(_Operation(_WRITE_WORD, address) for address, _ in words),
+        ]
+        assert 0 < len(operations) <= _MOST_OPERATIONS, len(operations)
+        return (_Operation * len(operations))(*operations)
+
+    def take(self, words: Any, stream: int) -> None:
+        """The stream stands until all words have their values, and puts them back to 0: in one call
+        what two for each word do."""
+        self._check(self._calls._cuStreamBatchMemOp(stream, len(words), words, 0))
 
     def record(self, event: int, stream: int) -> None:
         """The event is what the stream has queued so far."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megascale.flux import arena as arena_module
 from megascale.flux import lanes
 from megascale.flux.arena import NUM_SLOTS, Arena, Slot
+from megascale.flux.gemm_reduce_scatter import staging
 
 _CPU = torch.device("cpu")
 _DEFERRED = {"aten.mm.out", "aten.addmm.out", "aten.addmm_.default", "aten.copy_.default"}
@@ -82,8 +83,9 @@ class Device:
         monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", self._current, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_setStream", self._set_current, raising=False)
         driver = Driver(self)
-        for module in (arena_module, lanes):
+        for module in (arena_module, lanes, staging):
             monkeypatch.setattr(module, "driver", lambda: driver)
+        for module in (arena_module, lanes):
             monkeypatch.setattr(module, "current_stream", lambda _: self.current.cuda_stream)
 
     @property
@@ -123,9 +125,10 @@ class Device:
         """Bytes between known memory; what goes into flags sets one that was cleared."""
         assert self._knows(source, num_bytes), f"{num_bytes} bytes from unknown memory"
         if not self._knows(to, num_bytes):
-            assert num_bytes == 4, num_bytes
             flags, index = self.flag_at(to)
-            assert not bool(flags[index]), "a flag is set that has not been cleared"
+            count = num_bytes // 4
+            assert index + count <= flags.numel(), (index, count)
+            assert not flags[index : index + count].any(), "a flag is set that was not cleared"
         ctypes.memmove(to, source, num_bytes)
 
     def _knows(self, address: int, num_bytes: int) -> bool:
@@ -175,6 +178,21 @@ class Driver:
         flags, index = self._device.flag_at(address)
         self._stream(stream, "wait").queue(lambda: None, lambda: int(flags[index]) == value)
 
+    def taking(self, words: Sequence[tuple[int, int]]) -> list[tuple[Tensor, int, int]]:
+        return [(*self._device.flag_at(address), value) for address, value in words]
+
+    def take(self, words: list[tuple[Tensor, int, int]], stream: int) -> None:
+        assert self._device.capture is None, "a stream's wait is not captured"
+
+        def come() -> bool:
+            return all(int(flags[index]) == value for flags, index, value in words)
+
+        def clear() -> None:
+            for flags, index, _ in words:
+                flags[index] = 0
+
+        self._stream(stream, "take").queue(clear, come)
+
     def record(self, event: int, stream: int) -> None:
         self._device.events[event].record(self._stream(stream, "record"))
 
@@ -219,7 +237,7 @@ class SimulatedArena(Arena):
         self.rank, self.world_size = rank, slots[0].world_size
         self.device = torch.device("cuda", 0)
         self.deadline_ns = 0
-        self.one = torch.ones(1, dtype=torch.int32)
+        self.one = torch.ones(4096, dtype=torch.int32)
         self.capacity = slots[0].data[0].numel()
         self.compute = device.new_stream()
         copies: Any = device.new_stream()

@@ -72,7 +72,7 @@ def check_all_gather_gemm(
                         part = slice(chunk * grid.rows_per_chunk, (chunk + 1) * grid.rows_per_chunk)
                         there[rank][: own.shape[0]][part].copy_(own[part])
                         flag = rank * grid.num_chunks + chunk
-                        slot.flags[peer][flag : flag + 1].copy_(arena.one)
+                        slot.flags[peer][flag : flag + 1].copy_(arena.one[:1])
             weight = weights[rank] if layout == "NK" else weights[rank].t().contiguous()
             launch(
                 own,
@@ -158,17 +158,24 @@ def check_gemm_reduce_scatter(
         assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
 
 
+_DIRECT = Tiles(chunks=0)
 SCATTER = [
-    (2, 512, 768, 512, "NK", False, Tiles()),
-    (2, 512, 768, 64, "NK", True, Tiles()),
-    (2, 4096, 2048, 1024, "KN", False, Tiles()),
-    (2, 1000, 776, 520, "NK", True, Tiles()),
-    (2, 1, 256, 64, "NK", False, Tiles()),
-    (3, 1027, 776, 136, "KN", True, Tiles(block_n=128, num_stages=4)),
-    (4, 4096, 1024, 2048, "NK", False, Tiles(block_m=256, block_n=128)),
-    (8, 4096, 512, 512, "NK", False, Tiles()),
-    (2, 1000, 776, 520, "NK", True, Tiles(pieces=1)),
-    (2, 1000, 776, 520, "NK", True, Tiles(block_n=128, num_stages=5, pieces=8)),
+    (2, 512, 768, 512, "NK", False, _DIRECT),
+    (2, 512, 768, 64, "NK", True, _DIRECT),
+    (2, 4096, 2048, 1024, "KN", False, _DIRECT),
+    (2, 1000, 776, 520, "NK", True, _DIRECT),
+    (2, 1, 256, 64, "NK", False, _DIRECT),
+    (3, 1027, 776, 136, "KN", True, Tiles(block_n=128, num_stages=4, chunks=0)),
+    (4, 4096, 1024, 2048, "NK", False, Tiles(block_m=256, block_n=128, chunks=0)),
+    (8, 4096, 512, 512, "NK", False, _DIRECT),
+    (2, 1000, 776, 520, "NK", True, Tiles(pieces=1, chunks=0)),
+    (2, 1000, 776, 520, "NK", True, Tiles(block_n=128, num_stages=5, pieces=8, chunks=0)),
+    (2, 4096, 2048, 1024, "NK", True, Tiles(chunks=1)),
+    (2, 4096, 2048, 1024, "KN", False, Tiles(chunks=4, group_m=4)),
+    (2, 1000, 776, 520, "NK", True, Tiles(chunks=3, group_m=1)),
+    (2, 1, 256, 64, "NK", False, Tiles(chunks=2)),
+    (3, 1027, 776, 136, "KN", True, Tiles(block_n=128, num_stages=4, chunks=2, group_m=1)),
+    (8, 4096, 512, 512, "NK", False, Tiles(chunks=2, group_m=1)),
 ]
 
 
@@ -177,8 +184,9 @@ def test_gemm_reduce_scatter(case: tuple[int, int, int, int, str, bool, Tiles]) 
     check_gemm_reduce_scatter(*case, torch.bfloat16)
 
 
+@pytest.mark.parametrize("tiles", [_DIRECT, Tiles(chunks=2, group_m=2)], ids=str)
 @pytest.mark.parametrize(("k", "k2"), [(512, 1024), (64, 520), (2048, 64)])
-def test_two_products_share_a_reduce_scatter(k: int, k2: int) -> None:
+def test_two_products_share_a_reduce_scatter(k: int, k2: int, tiles: Tiles) -> None:
     from megascale.flux.gemm_reduce_scatter.hopper import launch
 
     world, m, n = 2, 1000, 776
@@ -199,7 +207,7 @@ def test_two_products_share_a_reduce_scatter(k: int, k2: int) -> None:
                 out,
                 slot,
                 arena,  # type: ignore[arg-type]
-                Tiles(),
+                tiles,
                 "NK",
                 pair=(x2[rank], weights2[rank]),
             )

@@ -183,3 +183,32 @@ def test_large_cases_stay_in_their_memory(world_size: int) -> None:
                 assert sum(rows) == num_rows * 3
                 last = tiles.num_tiles - 1
                 assert max(tiles.waits_of(last), default=0) < tiles.num_flags
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_chunks_are_neighbouring_tiles_of_one_destination(world_size: int) -> None:
+    for ranks in _cases(world_size):
+        for tiles in ranks:
+            for count in (1, 2, 3, 100):
+                size, moves = tiles.tiles_a_chunk(count), tiles.chunks(count)
+                assert [chunk.counter for chunk in moves] == list(range(len(moves)))
+                assert len(moves) <= (world_size - 1) * count
+                a_destination = -(-tiles.tiles_per_shard // size)
+                seen: Counter[int] = Counter()
+                for index in range(tiles.num_tiles):
+                    if tiles.is_own(index):
+                        continue
+                    # as the kernel counts
+                    hop, position = divmod(index, tiles.tiles_per_shard)
+                    chunk = moves[hop * a_destination + position // size]
+                    seen[chunk.counter] += 1
+                    tile = tiles.tile_at(index)
+                    assert (chunk.owner, chunk.slab) == (tile.shard, hop)
+                    rows = tiles.rows_of(tile)
+                    assert set(rows) <= set(range(chunk.first_row, chunk.end_row)), (tiles, chunk)
+                    flag = tiles.flag_of(tiles.rank, index)
+                    assert 0 <= flag - chunk.first_flag < chunk.num_tiles, (tiles, chunk)
+                assert seen == {chunk.counter: chunk.num_tiles for chunk in moves}
+                moved = [row for c in moves for row in range(c.first_row, c.end_row)]
+                own = range(*shard_rows(tiles.num_rows, world_size, tiles.rank))
+                assert sorted([*moved, *own]) == list(range(tiles.num_rows)), (tiles, count)

@@ -30,7 +30,8 @@ class VirtualArena:
         self.rank, self.world_size = rank, slots[0].world_size
         self.device = slots[0].data[0].device
         self.num_sms, self.deadline_ns = num_sms, deadline_ns
-        self.one = torch.ones(1, dtype=torch.int32, device=self.device)
+        self.one = torch.ones(4096, dtype=torch.int32, device=self.device)
+        self.capturing = False
         self.done = torch.zeros(64, dtype=torch.int32, device=self.device)
         self.report = torch.zeros(8, dtype=torch.int64, pin_memory=True)
         self.stream = torch.cuda.Stream()
@@ -57,6 +58,15 @@ class VirtualArena:
         if num_bytes:
             driver().copy(to, source, num_bytes, self._copies.cuda_stream)
         driver().write(flag, 1, self._copies.cuda_stream)
+
+    def carry(
+        self, made: Any, to: int, source: int, num_bytes: int, flags: int, count: int
+    ) -> None:
+        stream = self._copies.cuda_stream
+        driver().take(made, stream)
+        if num_bytes:
+            driver().copy(to, source, num_bytes, stream)
+        driver().copy(flags, self.one.data_ptr(), 4 * count, stream)
 
     def join(self) -> None:
         torch.cuda.current_stream().wait_stream(self._copies)

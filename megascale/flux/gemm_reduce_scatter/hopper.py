@@ -7,7 +7,8 @@ Contract
   order      destinations rank + 1, ..., rank: the tiles that travel first, the own ones last
   remote     the carrier stores the tile by TMA into the owner's slot at [rank, row, column], waits
              until it is written (a read wait says only that shared memory is free), and sets the
-             owner's flag [rank, tile]
+             owner's flag [rank, tile]. STAGED: into memory of this rank, and counts it; from there
+             copy engines carry whole chunks and set the flags (`staging.py`)
   own        while an own tile is multiplied the carrier waits for a peer's flag of that tile,
              clears it and loads what the peer wrote into the free output tile; the consumers add it
              to their fp32 sums, and the carrier stores the result: no barrier, no reduce pass
@@ -39,6 +40,7 @@ from triton.language.core import _aggregate as aggregate
 from megascale.flux.arena import Arena, Slot
 from megascale.flux.driver import current_stream
 from megascale.flux.gemm_reduce_scatter.protocol import ScatterTiles
+from megascale.flux.gemm_reduce_scatter.staging import Staging, staging_of
 from megascale.flux.hopper_gemm import (
     CONSUMER_WARPS,
     PRODUCER_REGISTERS,
@@ -211,8 +213,12 @@ def _carry(
     flag_ptrs,
     own_flags_ptr,
     report_ptr,
+    staging_ptr,
+    counters_ptr,
+    tiles_a_chunk,
     grid,
     tile_out,
+    STAGED: gl.constexpr,
     PIECES: gl.constexpr,
     DEADLINE_NS: gl.constexpr,
 ):
@@ -221,8 +227,13 @@ def _carry(
     tiles = grid.num_tiles()
     for hop in range(1, grid.WORLD):
         dst = (grid.rank + hop) % grid.WORLD
-        slot_ptr = gl.load(data_ptrs + dst).to(gl.pointer_type(out_desc.dtype))
-        slot_ptr += (grid.rank * grid.shard_rows).to(gl.int64) * grid.num_columns
+        if STAGED:
+            slot_ptr = staging_ptr + ((hop - 1) * grid.shard_rows).to(gl.int64) * grid.num_columns
+            flags_ptr = counters_ptr + (hop - 1) * ((tiles + tiles_a_chunk - 1) // tiles_a_chunk)
+        else:
+            slot_ptr = gl.load(data_ptrs + dst).to(gl.pointer_type(out_desc.dtype))
+            slot_ptr += (grid.rank * grid.shard_rows).to(gl.int64) * grid.num_columns
+            flags_ptr = gl.load(flag_ptrs + dst).to(gl.pointer_type(gl.int32)) + grid.rank * tiles
         slot_desc = tma.make_tensor_descriptor(
             slot_ptr,
             shape=[grid.shard_rows, grid.num_columns],
@@ -230,7 +241,6 @@ def _carry(
             block_shape=[grid.BLOCK_M // PIECES, grid.BLOCK_N],
             layout=out_desc.layout,
         )
-        flags_ptr = gl.load(flag_ptrs + dst).to(gl.pointer_type(gl.int32)) + grid.rank * tiles
         for tile in range(grid.first_tile(hop - 1), tiles, programs):
             row, column = grid.at(tile)
             mbarrier.wait(tile_out.ready, ready_phase)
@@ -245,7 +255,10 @@ def _carry(
                 wait_stores_but_one()
             wait_stores_written()
             mbarrier.arrive(tile_out.free)
-            set_flag(flags_ptr + tile)
+            if STAGED:
+                gl.atomic_add(flags_ptr + tile // tiles_a_chunk, 1, sem="release", scope="sys")
+            else:
+                set_flag(flags_ptr + tile)
     for tile in range(grid.first_tile(grid.WORLD - 1), tiles, programs):
         row, column = grid.at(tile)
         for other in range(grid.WORLD - 1):
@@ -282,6 +295,9 @@ def gemm_reduce_scatter_hopper(
     flag_ptrs,
     own_flags_ptr,
     report_ptr,
+    staging_ptr,
+    counters_ptr,
+    tiles_a_chunk,
     rank,
     tiles_m,
     tiles_n,
@@ -295,6 +311,7 @@ def gemm_reduce_scatter_hopper(
     KN: gl.constexpr,
     PAIR: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    STAGED: gl.constexpr,
     PIECES: gl.constexpr,
     DEADLINE_NS: gl.constexpr,
 ):
@@ -328,8 +345,12 @@ def gemm_reduce_scatter_hopper(
                     flag_ptrs,
                     own_flags_ptr,
                     report_ptr,
+                    staging_ptr,
+                    counters_ptr,
+                    gl.to_tensor(tiles_a_chunk),
                     grid,
                     tile_out,
+                    STAGED,
                     PIECES,
                     DEADLINE_NS,
                 ),
@@ -369,20 +390,31 @@ def launch(
         out = out.new_empty(1, out.shape[1])
     x2, weight2 = (x_mK, weight) if pair is None else pair
     added = out if bias is None else bias
-    key = (
+    staging = None
+    if config.chunks and not arena.capturing:
+        staging = staging_of(slot, arena, x_mK.shape[0], out.shape[1], out.dtype, config)
+    key: tuple[Any, ...] = (
         x_mK.shape, weight.shape, x2.shape, x_mK.dtype, layout, slot.world_size, config,
         bias is None, pair is None, id(arena), slot.rank, arena.num_sms, arena.deadline_ns,
         x_mK.device,
     )  # fmt: skip
+    if staging is not None and key not in _calls:
+        staging = None  # a shape's first call stores directly: a capture finds that kernel loaded
     tensors = (
         x_mK, weight, x2, weight2, slot.data[slot.rank], out, added, slot.data_ptrs,
         slot.flag_ptrs, slot.flags[slot.rank], arena.report,
+        *((out, arena.done) if staging is None else (staging.room(out), staging.counters)),
     )  # fmt: skip
+    if staging is not None:
+        key = (*key, staging.tiles_a_chunk)
+        arena.fork()
     call = _calls.get(key)
     if call is None or added.data_ptr() % 16:
-        _launch_first(key, tensors, bias, slot, arena, config, layout, pair is not None)
+        _launch_first(key, tensors, bias, slot, arena, config, layout, pair is not None, staging)
     else:
         call.launch(current_stream(out.device.index), tensors)
+    if staging is not None:
+        staging.carry(tensors[-2], arena)
 
 
 def _launch_first(
@@ -394,9 +426,24 @@ def _launch_first(
     config: Any,
     layout: str,
     is_pair: bool,
+    staging: Staging | None,
 ) -> None:
     """The launch by Triton, which compiles; it is remembered as a `KernelCall`."""
-    x_mK, weight, x2, weight2, _, out, added, data_ptrs, flag_ptrs, flags, report = tensors
+    (
+        x_mK,
+        weight,
+        x2,
+        weight2,
+        _,
+        out,
+        added,
+        data_ptrs,
+        flag_ptrs,
+        flags,
+        report,
+        room,
+        counters,
+    ) = tensors
     world, rank = slot.world_size, slot.rank
     columns = weight.shape[0] if layout == "NK" else weight.shape[1]
     tiles_n = ceil_div(columns, config.block_n)
@@ -416,6 +463,9 @@ def _launch_first(
         "flag_ptrs": flag_ptrs,
         "own_flags_ptr": flags,
         "report_ptr": report,
+        "staging_ptr": room,
+        "counters_ptr": counters,
+        "tiles_a_chunk": grid.tiles_per_shard if staging is None else staging.tiles_a_chunk,
         "rank": rank,
         "tiles_m": grid.tiles_m,
         "tiles_n": tiles_n,
@@ -433,7 +483,8 @@ def _launch_first(
         KN=layout == "KN",
         PAIR=is_pair,
         HAS_BIAS=bias is not None,
-        PIECES=config.pieces,
+        STAGED=staging is not None,
+        PIECES=config.pieces if staging is None else 1,
         DEADLINE_NS=arena.deadline_ns,
         num_warps=CONSUMER_WARPS.value,
     )

@@ -17,6 +17,11 @@ A tile grid covers one destination, and the last tile row is clipped there when 
 without rows (short last shards) computes nothing, but its flag is set and waited for like any
 other: that makes the call an all-to-all dependency, on which the reuse of slots rests.
 
+Staged, tiles of another destination first go to memory of this rank, and copy engines carry them
+in `chunks`: whole groups of tile rows, which are neighbours both in the order of tiles and in
+memory. A chunk travels when a counter says that all of its tiles are there; then the flags of all
+of them are set. Their reader sees no difference.
+
 **No deadlock**: only tiles of the own shard wait, and only for tiles of other destinations, which
 every program of every rank computes before its first own tile. Any number of programs ends, if all
 of a grid are resident at one time: one that starts late holds back tiles that others wait for.
@@ -25,8 +30,26 @@ of a grid are resident at one time: one that starts late holds back tiles that o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megascale.flux.tiles import Tile, ceil_div, grouped, rows_per_rank, shard_rows
+
+
+class Chunk(NamedTuple):
+    """Tiles of one destination that travel together. `first_row` .. `end_row`: global rows.
+
+    slab        which of the world_size - 1 slabs [rows_per_rank, N] of staging memory
+    counter     which counter the tiles count on, up to num_tiles
+    first_flag  of num_tiles flags at the owner
+    """
+
+    owner: int
+    slab: int
+    first_row: int
+    end_row: int
+    counter: int
+    num_tiles: int
+    first_flag: int
 
 
 @dataclass(frozen=True)
@@ -99,6 +122,34 @@ class ScatterTiles:
         if not self.is_own(index):
             return []
         return [self.flag_of(peer, index) for peer in range(self.world_size) if peer != self.rank]
+
+    def tiles_a_chunk(self, count: int) -> int:
+        """Where a destination is cut into at most `count` chunks of whole groups."""
+        groups = ceil_div(self.tiles_m, self.group_m)
+        return ceil_div(groups, count) * self.group_m * self.tiles_n
+
+    def chunks(self, count: int) -> list[Chunk]:
+        """Chunks in the order in which their tiles are made. Some may have no rows."""
+        size = self.tiles_a_chunk(count)
+        rows_a_chunk = size // self.tiles_n * self.block_m
+        found: list[Chunk] = []
+        for step in range(1, self.world_size):
+            owner = (self.rank + step) % self.world_size
+            start, end = shard_rows(self.num_rows, self.world_size, owner)
+            for index, first in enumerate(range(0, self.tiles_per_shard, size)):
+                row = start + index * rows_a_chunk
+                found.append(
+                    Chunk(
+                        owner,
+                        step - 1,
+                        min(row, end),
+                        min(row + rows_a_chunk, end),
+                        len(found),
+                        min(size, self.tiles_per_shard - first),
+                        self.rank * self.tiles_per_shard + first,
+                    )
+                )
+        return found
 
     def slot_bytes(self, row_bytes: int) -> int:
         """Bytes of the slot: [world_size, rows_per_rank] rows of the output. The own slab is not
