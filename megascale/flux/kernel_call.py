@@ -9,6 +9,8 @@ Invariant: the kernel was compiled for exactly the integers it is launched with;
 belongs to one problem, and to one group where the kernel has scratch memory (two launches at once
 would share it). Addresses must keep the alignment that the compiler was told (16 bytes):
 `launch` refuses others.
+
+Who keeps `KernelCall`s keeps at most MOST_CALLS a kernel (`remembered.py`), some 10 KB each.
 """
 
 from __future__ import annotations
@@ -18,18 +20,19 @@ from collections.abc import Sequence
 from threading import Lock
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megascale.flux.driver import TENSOR_MAP_BYTES, TensorMapKind, current_stream, driver
+from megascale.flux.remembered import Remembered
+from megascale.flux.scratch import scratch_of
 
 _HOST_TYPES = {8: 10, 9: 8, 10: 9}  # Triton's numbers of element types, where the driver's differ
 _INTEGERS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
 _ALIGNMENT = 64  # of a tensor map; every parameter gets as much
-_MAX_MAPS = 4096  # remembered of a kernel; a program with more addresses than that encodes again
+_MOST_MAPS = 4096  # of a tensor of a call: a program with more addresses encodes them again
+MOST_CALLS = 1024  # of a kernel: a program with more problems launches them by Triton again
 
-
-_calls: dict[tuple[Any, ...], KernelCall] = {}
+_calls: Remembered[tuple[Any, ...], KernelCall] = Remembered(4 * MOST_CALLS)  # of all its kernels
 
 
 def launch(
@@ -64,17 +67,21 @@ class KernelCall:
 
     compiled   what launching the kernel by Triton gave
     arguments  those of that launch without the constexprs, by name: descriptors, tensors, ints
+    owner      an arena, whose scratch memory the kernel uses if it has any. Without one the memory
+               goes with the call, which must then outlive the graphs that hold it
     Tensors of `launch` are those of the descriptors and pointers in the same order.
     """
 
-    def __init__(self, compiled: Any, arguments: dict[str, Any], programs: int) -> None:
+    def __init__(
+        self, compiled: Any, arguments: dict[str, Any], programs: int, owner: Any = None
+    ) -> None:
         self._lock = Lock()  # parameters belong to one launch until the driver has copied them
         self._function = compiled.function
         self._programs = programs
         self._threads = 32 * compiled.metadata.num_warps
         self._shared = compiled.metadata.shared
         size = compiled.metadata.global_scratch_size * programs
-        self._scratch = torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
+        self._scratch = scratch_of(self if owner is None else owner, size) if size else None
         metas = compiled.metadata.tensordesc_meta
         self._params = Parameters(compiled.src.signature, arguments, metas)
         self._params.finish(0 if self._scratch is None else self._scratch.data_ptr())
@@ -167,7 +174,7 @@ class _Place:
         block: tuple[int, int],
     ) -> None:
         self._parameter, self._kind, self._shape, self._block = parameter, kind, shape, block
-        self._maps: dict[int, bytes] = {}
+        self._maps: Remembered[int, bytes] = Remembered(_MOST_MAPS)
 
     def point_at(self, address: int) -> None:
         if self._kind is None:
@@ -175,8 +182,6 @@ class _Place:
             return
         encoded = self._maps.get(address)
         if encoded is None:
-            if len(self._maps) == _MAX_MAPS:
-                self._maps.clear()
             encoded = driver().tensor_map(address, self._shape, self._block, self._kind)
             self._maps[address] = encoded
         ctypes.memmove(self._parameter, encoded, TENSOR_MAP_BYTES)

@@ -15,7 +15,7 @@ for GEMMs and for outputs alone.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from megascale.flux.driver import current_stream, driver
+from megascale.flux.remembered import RememberedOf
 from megascale.flux.tiles import ceil_div
 
 if TYPE_CHECKING:
@@ -188,23 +189,9 @@ def _make_current(stream_id: int, device_index: int, device_type: int) -> None:
 _CURRENT = nullcontext()
 _sides: WeakKeyDictionary[Arena, _Side] = WeakKeyDictionary()
 
-_T = TypeVar("_T")
-_MAX_REMEMBERED = 256  # of a slot; a program with more shapes than that makes them anew
-_remembered: WeakKeyDictionary[Slot, dict[Hashable, Any]] = WeakKeyDictionary()
-
-
-def remembered(slot: Slot, key: Hashable, make: Callable[[], _T]) -> _T:
-    """What `make` gave for this slot and key; it must not refer to the slot, only to its memory."""
-    known = _remembered.get(slot)
-    if known is None:
-        known = _remembered[slot] = {}
-    found: _T | None = known.get(key)
-    if found is None:
-        if len(known) == _MAX_REMEMBERED:
-            known.clear()
-        found = known[key] = make()
-    return found
-
+_plans = RememberedOf(256)  # of a slot
+remembered = _plans.get
+"""(slot, key, make): what `make` gave for them, which may refer to the slot's memory alone."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

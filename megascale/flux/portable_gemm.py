@@ -22,12 +22,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megascale.flux.driver import current_stream
 from megascale.flux.gemm_config import HOPPER, GemmConfig, capability_of
-from megascale.flux.kernel_call import KernelCall
+from megascale.flux.kernel_call import MOST_CALLS, KernelCall
 from megascale.flux.problem import Layout
+from megascale.flux.remembered import Remembered
 from megascale.flux.signals import INTERPRETED
 
 ALIGNMENT_BYTES = 16
-_MAX_CALLS = 1024  # remembered of a kernel; a program with more problems than that makes them anew
 
 
 @triton.jit
@@ -154,7 +154,7 @@ class Launches:
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._calls: dict[tuple[Any, ...], KernelCall] = {}
+        self._calls: Remembered[tuple[Any, ...] | None, KernelCall] = Remembered(MOST_CALLS)
 
     def again(self, key: tuple[Any, ...], tensors: Sequence[Tensor | None]) -> bool:
         """Launch what `first` has launched for this key, with these tensors; False: it has not.
@@ -184,6 +184,4 @@ class Launches:
             **arguments, **constants, num_stages=config.num_stages, num_warps=config.num_warps
         )
         if key is not None and compiled is not None:  # the interpreter compiles nothing
-            if len(self._calls) == _MAX_CALLS:
-                self._calls.clear()
             self._calls[key] = KernelCall(compiled, arguments, num_programs)

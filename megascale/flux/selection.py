@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +32,7 @@ from megascale.flux.gemm_reduce_scatter import pair
 from megascale.flux.machine import why_not_fused
 from megascale.flux.problem import Op, Problem, check, check_rows
 from megascale.flux.ranks import GroupOnly
+from megascale.flux.remembered import Remembered
 from megascale.flux.settings import Settings
 from megascale.flux.tuner import REFERENCE
 
@@ -53,8 +53,8 @@ class Selection:
         self._deadline_ns = int(1e9 * (settings.deadline_s or 0))
         self._devices = _devices_of(group)
         self._obstacles: dict[torch.device, str | None] = {}
-        self._answers: dict[object, tuple[Problem, Bound]] = {}
-        self._rows: dict[object, int] = {}
+        self._answers: Remembered[object, tuple[Problem, Bound]] = Remembered(MOST_ANSWERS)
+        self._rows: Remembered[object, int] = Remembered(MOST_ANSWERS)
 
     def bind(self, call: Call) -> tuple[Problem, Bound]:
         """The problem and the form for it; `call.x` becomes what that form can read.
@@ -70,7 +70,7 @@ class Selection:
         if answer is None:
             answer = self._answer(call)
             if look is not None:
-                _keep(self._answers, look, answer)
+                self._answers[look] = answer
         bound = answer[1]
         if bound.name != REFERENCE:
             call.x = _readable(call.x)
@@ -203,7 +203,7 @@ class Selection:
         if found is None:
             found = check_rows(x, num_rows, self.group)
             self._check_device("x", x.device)
-            _keep(self._rows, look, found)
+            self._rows[look] = found
         return found
 
     def described(self, call: Call) -> str:
@@ -255,12 +255,6 @@ def refuse_other_device(name: str, device: torch.device, current: int) -> None:
             f"{name} is on {device} and the current device is cuda:{current}; call "
             f"torch.cuda.set_device({device.index}) first"
         )
-
-
-def _keep(answers: dict[object, Any], look: object, answer: object) -> None:
-    if len(answers) >= MOST_ANSWERS:
-        answers.clear()
-    answers[look] = answer
 
 
 _said: set[str] = set()

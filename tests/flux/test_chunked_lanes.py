@@ -13,7 +13,7 @@ import torch
 
 from megascale.flux import lanes
 from megascale.flux.all_gather_gemm import chunked as ag
-from megascale.flux.arena import NUM_SLOTS, Slot
+from megascale.flux.arena import NUM_SLOTS
 from megascale.flux.gemm_reduce_scatter import chunked as rs
 from tests.flux.simulated_streams import Device, arenas, call, simulate_kernels
 
@@ -119,31 +119,6 @@ def test_the_stream_of_before_is_current_after_an_error(monkeypatch: pytest.Monk
     assert device.current is before
 
 
-def _slot(rank: int = 0) -> Slot:
-    data = [torch.zeros(1 << 12, dtype=torch.uint8) for _ in range(2)]
-    flags = [torch.zeros(64, dtype=torch.int32) for _ in range(2)]
-    return Slot(rank, data, flags, torch.device("cpu"))
-
-
-def test_what_is_remembered_is_made_once_a_key_and_is_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(lanes, "_MAX_REMEMBERED", 3)
-    slot, other, made = _slot(), _slot(), []
-
-    def make(value: int) -> int:
-        made.append(value)
-        return value
-
-    for key in (1, 2, 1, 2, 3):
-        assert lanes.remembered(slot, key, partial(make, key)) == key
-    assert made == [1, 2, 3]
-    assert lanes.remembered(other, 1, partial(make, 7)) == 7
-    lanes.remembered(slot, 4, partial(make, 4))  # one too many: all are forgotten
-    lanes.remembered(slot, 1, partial(make, 1))
-    assert made == [1, 2, 3, 7, 4, 1]
-
-
 def test_plans_go_with_their_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or memory of an arena that has grown would never be given back."""
     device = _device(monkeypatch)
@@ -158,7 +133,7 @@ def test_plans_go_with_their_slot(monkeypatch: pytest.MonkeyPatch) -> None:
             call(arena, device, form, keep=1)
     for stream in device.streams:
         stream.operations.clear()
-    assert all(len(lanes._remembered[slot]) == 3 for slot in arena._slots)
+    assert all(lanes._plans.count(slot) == 3 for slot in arena._slots)
     arena._slots = []
     gc.collect()
     assert [slot() for slot in slots] == [None] * NUM_SLOTS

@@ -41,7 +41,8 @@ from megascale.flux.hopper_gemm import (
     tile_in_shard,
     weight_descriptor,
 )
-from megascale.flux.kernel_call import KernelCall
+from megascale.flux.kernel_call import MOST_CALLS, KernelCall
+from megascale.flux.remembered import Remembered
 from megascale.flux.signals import wait_flag
 from megascale.flux.tiles import ceil_div
 
@@ -263,7 +264,7 @@ def all_gather_gemm_hopper(
     )
 
 
-_calls: dict[tuple[Any, ...], KernelCall] = {}
+_calls: Remembered[tuple[Any, ...], KernelCall] = Remembered(MOST_CALLS)
 
 
 def launch(

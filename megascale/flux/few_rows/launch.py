@@ -18,6 +18,7 @@ from megascale.errors import FluxError
 from megascale.flux.few_rows.config import FewRows, block_m_of, candidates, programs_an_sm
 from megascale.flux.gemm_config import capability_of
 from megascale.flux.problem import Layout, Op, Problem
+from megascale.flux.remembered import RememberedOf
 from megascale.flux.symmetric.prepared import Prepared
 from megascale.flux.tiles import ceil_div
 
@@ -196,18 +197,10 @@ class Call:
 
 def call_of(arena: Arena, key: tuple[Any, ...], make: Callable[[], Call]) -> Call:
     """The call of this arena under `key`, prepared once; the key says all that it depends on."""
-    calls = _calls.setdefault(arena, {})
-    key = (*key, arena.deadline_ns, arena.num_sms)
-    found = calls.get(key)
-    if found is None:
-        if len(calls) == _MAX_CALLS:
-            calls.clear()
-        found = calls[key] = make()
-    return found
+    return _calls.get(arena, (*key, arena.deadline_ns, arena.num_sms), make)
 
 
-_MAX_CALLS = 4096  # a program with more shapes than that prepares again
-_calls: WeakKeyDictionary[Arena, dict[tuple[Any, ...], Call]] = WeakKeyDictionary()
+_calls = RememberedOf(4096)
 
 
 @cache
