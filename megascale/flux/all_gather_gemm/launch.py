@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from functools import cache, lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from torch import Tensor
 from megascale.flux.all_gather_gemm.config import FusedAllGather, candidates
 from megascale.flux.all_gather_gemm.protocol import GatherTiles
 from megascale.flux.gemm_config import capability_of
+from megascale.flux.lanes import Send, push, remembered
 from megascale.flux.problem import Layout, Problem
 from megascale.flux.ranks import gemm
 from megascale.flux.tiles import rows_per_rank, shard_rows
@@ -59,10 +59,14 @@ def all_gather_gemm(
     outputs = [x_tK.new_empty(num_rows, n) for n in columns]
     c = rows_per_rank(num_rows, world_size)
     with arena.turn(world_size * c * k * x_tK.element_size()) as slot:
-        plan = _plan(slot, num_rows, k, x_tK.dtype, config)
-        plan.push(x_tK, arena)
+        plan = remembered(
+            slot,
+            (_Plan, num_rows, k, x_tK.dtype, config.block_m, config.chunks),
+            lambda: _Plan(slot, num_rows, k, x_tK.dtype, config),
+        )
+        push(arena, plan.sends, x_tK.data_ptr())
         if gathered or plan.straddling:
-            plan.own_rows.copy_(x_tK)
+            plan.x_tK.copy_(x_tK)
         for i, (weight, bias, y_TN) in enumerate(zip(weights, biases, outputs, strict=True)):
             launch(
                 x_tK, plan.x_WcK, weight, bias, y_TN, slot, arena, config, layout, num_rows,
@@ -75,19 +79,22 @@ def all_gather_gemm(
 class _Plan:
     """Where the shard of a call goes, for one slot: views that cost more to make than to copy to.
 
-    x_WcK     the own slot; x_TK its rows of all ranks, own_rows those of this rank
+    x_WcK     the own slot; x_TK its rows of all ranks, x_tK those of this rank
+    sends     every chunk to every peer
     """
 
-    def __init__(self, slot: Slot, tiles: GatherTiles, k: int, dtype: torch.dtype) -> None:
-        shape = (tiles.world_size, tiles.rows_per_rank, k)
-        first, end = shard_rows(tiles.num_rows, tiles.world_size, tiles.rank)
+    def __init__(
+        self, slot: Slot, num_rows: int, k: int, dtype: torch.dtype, config: FusedAllGather
+    ) -> None:
+        rank, world_size, row_bytes = slot.rank, slot.world_size, k * dtype.itemsize
+        tiles = GatherTiles(num_rows, world_size, rank, config.block_m, 1, 1, config.chunks)
+        first, end = shard_rows(num_rows, world_size, rank)
         self.straddling = tiles.straddling
-        self.x_WcK = slot.view(slot.rank, shape, dtype)
-        self.x_TK = self.x_WcK.view(-1, k)[: tiles.num_rows]
-        self.own_rows = self.x_TK[first:end]
-        row_bytes = k * dtype.itemsize
-        self._sends = [
-            (
+        self.x_WcK = slot.view(rank, (world_size, tiles.rows_per_rank, k), dtype)
+        self.x_TK = self.x_WcK.view(-1, k)[:num_rows]
+        self.x_tK = self.x_TK[first:end]
+        self.sends = [
+            Send(
                 slot.data[s.peer].data_ptr() + s.first_row * row_bytes,
                 (s.first_row - first) * row_bytes,
                 (s.end_row - s.first_row) * row_bytes,
@@ -95,31 +102,6 @@ class _Plan:
             )
             for s in tiles.sends()
         ]
-
-    def push(self, x_tK: Tensor, arena: Arena) -> None:
-        """On the copy stream: every chunk to every peer, each followed by its flag."""
-        arena.fork()
-        source = x_tK.data_ptr()
-        for to, offset, num_bytes, flag in self._sends:
-            arena.send(to, source + offset, num_bytes, flag)
-
-
-_plans: WeakKeyDictionary[Slot, dict[tuple[Any, ...], _Plan]] = WeakKeyDictionary()
-_MAX_PLANS = 256  # of a slot; a program with more shapes than that makes them anew
-
-
-def _plan(slot: Slot, num_rows: int, k: int, dtype: torch.dtype, config: FusedAllGather) -> _Plan:
-    plans = _plans.setdefault(slot, {})
-    key = (num_rows, k, dtype, config.block_m, config.chunks)
-    plan = plans.get(key)
-    if plan is None:
-        if len(plans) == _MAX_PLANS:
-            plans.clear()
-        tiles = GatherTiles(
-            num_rows, slot.world_size, slot.rank, config.block_m, 1, 1, config.chunks
-        )
-        plan = plans[key] = _Plan(slot, tiles, k, dtype)
-    return plan
 
 
 @lru_cache(maxsize=1024)
