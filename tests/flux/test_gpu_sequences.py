@@ -83,6 +83,27 @@ def test_a_thousand_calls_with_changing_sizes_and_late_ranks() -> None:
     assert [line for lines in found for line in lines] == []
 
 
+def _one_queue(rank: int, world_size: int) -> list[str]:
+    failures = []
+    for mode in ("fused", "chunked"):
+        calls = Calls(_world(), mode, {})
+        failures += calls.prepare([64 * world_size, 1001, 2048 * world_size])
+        verdict, shared, delays = Verdict(), random.Random(3), Delays(rank)
+        for _ in range(150):
+            delays.maybe()
+            calls.call_any(shared, verdict)
+        settle()
+        failures += verdict.failures(f"rank {rank}, {mode}, one hardware queue")
+    return failures
+
+
+def test_all_streams_of_a_rank_share_one_hardware_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As programs have it that were written for Megatron-LM: a wait stands before what follows."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    found = run_ranks(_one_queue, torch.cuda.device_count(), cuda=True, timeout_s=110)
+    assert [line for lines in found for line in lines] == []
+
+
 def _groups(rank: int, world_size: int) -> list[str]:
     """All ranks in one group and half of them (two: all of them again) in another, in turn."""
     half = max(2, world_size // 2)
