@@ -162,13 +162,6 @@ class Arena:
             self.barrier()
         self._capture = capture
 
-    @contextmanager
-    def side(self) -> Iterator[None]:
-        """Work on the copy stream, after everything that the current stream has queued so far."""
-        self.fork()
-        with torch.cuda.stream(self._copies):
-            yield
-
     def fork(self) -> None:
         """The copy stream comes after everything that the current stream has queued so far."""
         driver().record(self._fork_handle, current_stream(self._device_index))

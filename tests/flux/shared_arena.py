@@ -1,6 +1,6 @@
 """An arena over files that processes share, so that kernels and forms run on gloo ranks of a CPU.
 
-Same interface and turns as `megascale.flux.arena.Arena`. Copies happen at once (`side` and `join`
+Same interface and turns as `megascale.flux.arena.Arena`. Copies happen at once (`fork` and `join`
 do nothing), so it shows what is wrong with addresses, flags and turns, and not with streams.
 
 It is stricter than the real one. At the beginning of call i the slot of call i - 2 is free: its
@@ -85,10 +85,6 @@ class SharedArena(Arena):
     def _sleep(self) -> None:
         if self._jitter_s:
             time.sleep(self._random.random() * self._jitter_s)
-
-    @contextmanager
-    def side(self) -> Iterator[None]:
-        yield
 
     def fork(self) -> None:
         pass

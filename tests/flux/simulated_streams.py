@@ -240,8 +240,7 @@ class SimulatedArena(Arena):
         self.one = torch.ones(4096, dtype=torch.int32)
         self.capacity = slots[0].data[0].numel()
         self.compute = device.new_stream()
-        copies: Any = device.new_stream()
-        self._copies, self._copies_handle = copies, copies.cuda_stream
+        self._copies_handle = device.new_stream().cuda_stream
         self._fork_handle = device.new_event().cuda_event
         self._joined_handle = device.new_event().cuda_event
         self._device_index = 0

@@ -197,7 +197,7 @@ def test_what_is_captured_has_no_waits_or_writes_of_a_stream(
         calls(monkeypatch, config, 2, seed, capture=1)  # the driver refuses them
 
 
-def test_the_side_of_an_arena_comes_after_the_current_stream_and_before_a_join(
+def test_copies_of_an_arena_come_after_the_current_stream_and_before_a_join(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for seed in range(20):
@@ -206,12 +206,12 @@ def test_the_side_of_an_arena_comes_after_the_current_stream_and_before_a_join(
         order: list[str] = []
         with device.stream(arena.compute):
             device.current.queue(partial(order.append, "before"))
-            with arena.side():
-                device.current.queue(partial(order.append, "side"))
+            arena.fork()
+            device.streams[arena._copies_handle].queue(partial(order.append, "copies"))
             arena.join()
             device.current.queue(partial(order.append, "after"))
         device.run(seed)
-        assert order == ["before", "side", "after"]
+        assert order == ["before", "copies", "after"]
 
 
 # The simulation finds what it is for.

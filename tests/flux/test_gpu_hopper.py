@@ -64,15 +64,15 @@ def check_all_gather_gemm(
             if grid.straddling:
                 gathered = slot.view(rank, (world, each, k), dtype)
                 gathered[rank][: own.shape[0]].copy_(own)
-            with arena.side():
-                for step in range(1, world):
-                    peer = (rank - step) % world
-                    there = slot.view(peer, (world, each, k), dtype)
-                    for chunk in range(grid.num_chunks):
-                        part = slice(chunk * grid.rows_per_chunk, (chunk + 1) * grid.rows_per_chunk)
-                        there[rank][: own.shape[0]][part].copy_(own[part])
-                        flag = rank * grid.num_chunks + chunk
-                        slot.flags[peer][flag : flag + 1].copy_(arena.one[:1])
+            arena.fork()
+            for step in range(1, world):
+                peer = (rank - step) % world
+                there = slot.view(peer, (world, each, k), dtype)[rank]
+                for chunk in range(grid.num_chunks):
+                    part = slice(chunk * grid.rows_per_chunk, (chunk + 1) * grid.rows_per_chunk)
+                    to, source = there[part].data_ptr(), own[part].data_ptr()
+                    flag = slot.flags[peer].data_ptr() + 4 * (rank * grid.num_chunks + chunk)
+                    arena.send(to, source, own[part].nbytes, flag)
             weight = weights[rank] if layout == "NK" else weights[rank].t().contiguous()
             launch(
                 own,

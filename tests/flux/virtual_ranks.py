@@ -45,12 +45,6 @@ class VirtualArena:
         self._turn = (self._turn + 1) % NUM_SLOTS
         yield slot
 
-    @contextmanager
-    def side(self) -> Iterator[None]:
-        self._copies.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._copies):
-            yield
-
     def fork(self) -> None:
         self._copies.wait_stream(torch.cuda.current_stream())
 
