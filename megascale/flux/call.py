@@ -1,4 +1,4 @@
-"""One call of an operator, and the form that makes it."""
+"""One call of an operator, what it looks like, and the form that makes it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megascale.errors import FluxError
@@ -36,6 +37,31 @@ class Call:
         assert self.pair is not None
         x, weight = self.pair
         return Call(self.op, x, [weight], [None], self.layout, names=("b", "weight_b"))
+
+
+def look_of(call: Call) -> object | None:
+    """What the form for it depends on, as a key; None where an argument is no tensor.
+
+    Addresses are in it only as far as 16 divides those of weights, which kernels need.
+    """
+    x, misaligned = call.x, 0
+    try:
+        parts: list[object] = [x.shape, x.dtype, x.device, is_captured(x)]
+        for weight in call.weights:
+            parts += (weight.shape, weight.stride(), weight.dtype, weight.device)
+            misaligned |= weight.data_ptr()
+        for bias in call.biases:
+            parts += (None,) if bias is None else (bias.shape, bias.dtype, bias.device)
+        if call.pair is not None:
+            parts.append(look_of(call.second))
+    except AttributeError:
+        return None
+    return (call.layout, type(call.num_rows), call.num_rows, misaligned % 16 == 0, *parts)
+
+
+def is_captured(x: Tensor) -> bool:
+    """What is done with `x` now goes into a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def check_tensors(call: Call) -> None:

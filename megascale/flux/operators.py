@@ -115,7 +115,7 @@ class _Operator:
             _check_alone(call)
             return None
         if self._deadline is not None:  # first: the first call of a group is collective to bind
-            self._deadline.roll_call(self.op, partial(self._selection.described, call))
+            self._deadline.roll_call(self.op, partial(self._selection.checks.described, call))
         problem, bound = self._selection.bind(call)
         if problem.m:
             return bound
@@ -221,9 +221,9 @@ class AllGatherGemm(_Operator):
             check_rows(x_tK, num_rows, None)
             return lambda: x_tK
         if self._deadline is not None:
-            describe = partial(self._selection.described_rows, x_tK, num_rows)
+            describe = partial(self._selection.checks.described_rows, x_tK, num_rows)
             self._deadline.roll_call("all_gather", describe)
-        num_rows = self._selection.rows(x_tK, num_rows)
+        num_rows = self._selection.checks.rows(x_tK, num_rows)
         if num_rows == 0:
             return lambda: x_tK
         started, report = self._start_all_gather(x_tK, num_rows)

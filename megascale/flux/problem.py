@@ -22,7 +22,7 @@ from megascale.flux.tiles import rows_per_rank, shard_rows
 
 Op = Literal["ag_gemm", "gemm_rs", "gemm_ar"]
 Layout = Literal["NK", "KN"]
-_DTYPES = (torch.bfloat16, torch.float16)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -172,10 +172,10 @@ def _rows(op: Op, of_x: str, x: Tensor, num_rows: int | None, world: int, rank: 
 
 
 def _kernels_can(x: Tensor, weights: Sequence[Tensor]) -> None:
-    if x.dtype not in _DTYPES:
+    if x.dtype not in KERNEL_DTYPES:
         raise FluxError(
-            f"x is {x.dtype}; fused operators take {_DTYPES[0]} and {_DTYPES[1]}: convert it, or "
-            'use mode "reference"'
+            f"x is {x.dtype}; fused operators take {' and '.join(map(str, KERNEL_DTYPES))}: "
+            'convert it, or use mode "reference"'
         )
     if x.device.type != "cuda":
         raise FluxError(f'x is on {x.device}; fused operators need CUDA: use mode "reference"')

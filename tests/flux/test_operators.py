@@ -458,8 +458,8 @@ def test_the_end_of_a_started_gather_is_watched(monkeypatch: pytest.MonkeyPatch)
     deadline = Deadline.__new__(Deadline)
     vars(deadline).update(_deadline_s=2.5, _rank=0, _world_size=2)
     monkeypatch.setattr(deadline, "roll_call", lambda op, describe: calls.append((op, describe())))
-    chosen = SimpleNamespace(rows=lambda *_: 8, described_rows=lambda *_: "it")
-    vars(gather).update(_deadline=deadline, _selection=chosen)
+    checks = SimpleNamespace(rows=lambda *_: 8, described_rows=lambda *_: "it")
+    vars(gather).update(_deadline=deadline, _selection=SimpleNamespace(checks=checks))
 
     def trapped() -> Tensor:
         raise RuntimeError("CUDA error: unspecified launch failure")

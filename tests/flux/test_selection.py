@@ -15,7 +15,14 @@ from torch import Tensor
 
 from megascale.config import ParallelismConfig
 from megascale.errors import FluxError
-from megascale.flux import AllGatherGemm, GemmReduceScatter, choice, problem, selection
+from megascale.flux import (
+    AllGatherGemm,
+    GemmReduceScatter,
+    choice,
+    local_checks,
+    problem,
+    selection,
+)
 from megascale.flux.call import Call
 from megascale.flux.mode import FluxMode
 from megascale.flux.selection import Selection
@@ -45,7 +52,7 @@ class Machine:
         self.group = dist.group.WORLD
         here, there = vars(selection), vars(choice)
         here["why_not_fused"] = lambda _group, _device: None
-        here["check"] = self._check
+        vars(local_checks)["check"] = self._check
         there["missing"] = lambda _op: list(absent)
         there["configs"] = lambda _op, name, *_: [Tiles(1), Tiles(2)] if name == "fused" else [None]
         here["forms"] = there["forms"] = lambda _op: {
@@ -246,9 +253,9 @@ def test_a_bias_that_kernels_cannot_read_is_copied() -> None:
 
 
 def test_the_current_device_must_be_that_of_x() -> None:
-    selection.refuse_other_device("x", torch.device("cuda:1"), 1)
+    local_checks.refuse_other_device("x", torch.device("cuda:1"), 1)
     with pytest.raises(FluxError) as caught:
-        selection.refuse_other_device("x", torch.device("cuda:1"), 0)
+        local_checks.refuse_other_device("x", torch.device("cuda:1"), 0)
     assert str(caught.value) == (
         "x is on cuda:1 and the current device is cuda:0; call torch.cuda.set_device(1) first"
     )
@@ -262,9 +269,10 @@ def _on_another_device(rank: int, world_size: int) -> str:
         return ""
     vars(torch.cuda)["current_device"] = lambda: 0
     chosen = Selection(group, Settings())
-    chosen._devices = frozenset({"cuda"})
-    vars(selection)["check"] = lambda *_, **__: None
-    vars(selection)["check_tensors"] = lambda _call: None
+    chosen.checks._devices = frozenset({"cuda"})
+    vars(local_checks)["check"] = lambda *_, **__: None
+    for module in (local_checks, selection):
+        vars(module)["check_tensors"] = lambda _call: None
     x: Any = SimpleNamespace(
         device=torch.device("cuda:1"), is_cuda=False, shape=(LARGE, K), dtype=torch.bfloat16
     )
