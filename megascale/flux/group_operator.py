@@ -1,0 +1,128 @@
+"""What the three operators share: a group, settings, and the way of a call.
+
+A call is refused, or bound to a form (`selection.py`), and runs; one rank is a GEMM
+(`one_rank.py`). In debug mode all ranks hear of a call before it begins, and its end is waited for
+(`deadline.py`). While `torch.compile` traces, it is a node of the graph instead (`library.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megascale.errors import FluxError
+from megascale.flux import library
+from megascale.flux.call import Bound, Call
+from megascale.flux.deadline import Deadline
+from megascale.flux.mode import FluxMode
+from megascale.flux.one_rank import check_alone, run_alone
+from megascale.flux.problem import Op, refuse_unknown_rows
+from megascale.flux.selection import Selection
+from megascale.flux.settings import Settings
+from megascale.flux.tuner import Tune
+
+Started = Callable[[], Tensor]
+"""Ends what was started: waits for it (on CUDA the stream does) and gives the tensor."""
+
+
+class GroupOperator:
+    """An operator of a group of ranks, with its settings.
+
+    group        ranks among which it runs; None: this process alone
+    mode         see `operators.py`
+    tune         "now" measures all forms at the first call of a shape class (mode "auto")
+    spin         False where NCCL transfers may be pending beside a call and no SMs are reserved for
+                 them: "auto" then leaves out kernels that fill the GPU and wait (`mode.py`)
+    reserve_sms  SMs that fused kernels leave to NCCL
+    deadline_s   debug mode: a call that does not end raises and says who is missing
+    cache        file with the tuner's choices; those shipped with the package count in any case
+    """
+
+    op: ClassVar[Op]
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        mode: FluxMode = "auto",
+        tune: Tune = "cache",
+        spin: bool = True,
+        reserve_sms: int = 0,
+        deadline_s: float | None = None,
+        cache: str | None = None,
+    ) -> None:
+        _check_group(group)
+        self.settings = settings = Settings(mode, tune, spin, reserve_sms, deadline_s, cache)
+        self.group = group
+        self.world_size = 1 if group is None else group.size()
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self._selection: Selection | None = None
+        self._deadline: Deadline | None = None
+        self._key = ""
+        if group is not None and self.world_size > 1:
+            self._selection = Selection(group, settings)
+            self._deadline = None if deadline_s is None else Deadline(group, deadline_s)
+            self._key = f"{self.op} of {group.group_name}, {settings}"
+            library.register(self._key, self)
+
+    def __repr__(self) -> str:
+        return f'{type(self).__name__}({self.world_size} ranks, mode "{self.settings.mode}")'
+
+    def _execute(self, call: Call) -> Any:
+        """Check, choose and run."""
+        bound = self._bind(call)
+        return run_alone(call) if bound is None else self._ended(bound, call)
+
+    def _bind(self, call: Call) -> Bound | None:
+        """The form for the call; None where there is nobody or nothing to exchange."""
+        if self._selection is None:
+            check_alone(call)
+            return None
+        if self._deadline is not None:  # first: the first call of a group is collective to bind
+            self._deadline.roll_call(self.op, partial(self._selection.checks.described, call))
+        problem, bound = self._selection.bind(call)
+        if problem.m:
+            return bound
+        if call.op == "ag_gemm" and call.num_rows is None:
+            refuse_unknown_rows(0)
+        return None
+
+    def _ended(self, bound: Bound, call: Call) -> Any:
+        """Run it; in debug mode to its end."""
+        if self._deadline is None:
+            return bound.run(call)
+        with self._deadline.watch(self.op, getattr(bound.ranks, "report", None)):
+            return bound.run(call)
+
+    def refused(self, error: FluxError) -> FluxError:
+        """`error`, of a call that this rank refuses; in debug mode the peers are told."""
+        if self._deadline is not None and not torch.compiler.is_compiling():
+            self._deadline.refused(error)
+        return error
+
+    def _refuse_gradients(self, *tensors: Any) -> None:
+        if torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors):
+            raise self.refused(
+                FluxError(
+                    "an argument requires a gradient, and this operator computes none; call it "
+                    "under torch.no_grad(), or use column_parallel_linear and row_parallel_linear "
+                    "of megascale.flux"
+                )
+            )
+
+    def _in_graph(self) -> bool:
+        """A graph is being traced, and there is something to exchange."""
+        return bool(self._key) and torch.compiler.is_compiling()
+
+
+def _check_group(group: Any) -> None:
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        hint = "it is what new_group gives to a process that is no member: do not make one there"
+        if hasattr(group, "get_group"):
+            hint = "of a DeviceMesh pass mesh.get_group(name)"
+        raise FluxError(f"group is {group!r}; it must be a process group, or None; {hint}")
