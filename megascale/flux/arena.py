@@ -19,7 +19,7 @@ CUDA graphs: a captured sequence has its turns baked in, and how often it is rep
 here. So the first call of a capture begins with a barrier on the device, and once anything has been
 captured every eager call does too (about 5 us, in programs that mix the two).
 
-Memory: 4 x the largest call + 1 MB. Growth is collective and synchronises; `reserve` up front.
+Memory: 4 x the largest call + 16 MB. Growth is collective and synchronises; `reserve` up front.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ from megascale.errors import FluxError
 from megascale.flux.driver import current_stream, driver
 
 NUM_SLOTS = 4
-NUM_FLAGS = 65536  # of a slot: one a source and tile: m n / 32768 of them with tiles of 128 x 256
+# Words of a slot. As flags, one a source and tile: m n / 32768 with tiles of 128 x 256. As data in
+# band (`symmetric/kernel.py`), 4 MB: 128 rows of 12,288 columns from one peer.
+NUM_FLAGS = 1 << 20
 _GRANULE = 2 << 20  # bytes; what the driver maps at least
 _ONES = 4096
 _COUNT_WORDS = 1024  # of the barrier; a rank each

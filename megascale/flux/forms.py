@@ -57,7 +57,7 @@ FORMS: dict[str, dict[str, Place]] = {
     "gemm_rs": {
         "nccl": Place(f"{_RS}.nccl", _RS),
         "symm_mem": Place("torch_symm", _RS),
-        "plain": Place(f"{_RS}.plain", _RS),
+        "plain": Place(f"{_RS}.plain", _RS, "symmetric.config"),
         "chunked": Place(f"{_RS}.chunked", _RS, f"{_RS}.chunked"),
         "fused": Place(f"{_RS}.launch", _RS, f"{_RS}.config", by_device=True),
         "few_rows": Place(f"{_RS}.few_rows", _RS, *_FEW_ROWS),
@@ -66,7 +66,7 @@ FORMS: dict[str, dict[str, Place]] = {
         "nccl": Place(f"{_AR}.nccl", _AR),
         "one_shot": Place("torch_symm", "one_shot"),
         "two_shot": Place("torch_symm", "two_shot"),
-        "plain": Place(f"{_AR}.plain", _AR),
+        "plain": Place(f"{_AR}.plain", _AR, "symmetric.config"),
         "chunked": Place(f"{_AR}.chunked", _AR),
         "fused": Place(f"{_AR}.launch", _AR, f"{_RS}.config", by_device=True),
         "few_rows": Place(f"{_AR}.few_rows", _AR, *_FEW_ROWS),

@@ -57,10 +57,12 @@ class Candidate:
 
     @property
     def plain_config(self) -> dict[str, Any] | None:
-        """The configuration as it stands in the cache."""
+        """The configuration as it stands in the cache. An option that is None is left out: an entry
+        from before there was such an option means the same."""
         if self.config is None:
             return None
-        return asdict(self.config)  # type: ignore[call-overload] # an instance of some dataclass
+        values = asdict(self.config)  # type: ignore[call-overload] # an instance of some dataclass
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def label(self) -> str:

@@ -55,7 +55,7 @@ def test_a_shard_is_cut_only_where_its_pieces_stay_long() -> None:
 
 
 def test_tiles_that_need_more_flags_than_there_are_are_not_offered() -> None:
-    problem = _problem("gemm_rs", 1 << 16, n=28672)
+    problem = _problem("gemm_rs", 1 << 20, n=28672)
     found = scatter_candidates(problem)
     counts = [num_flags(problem.rows_a_rank, problem.n, 2, c) for c in found]
     assert 0 < len(found) < len(scatter_candidates(_problem("gemm_rs", 8192)))

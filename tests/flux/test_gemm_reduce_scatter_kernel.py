@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascale.errors import FluxError
+from megascale.flux.arena import NUM_FLAGS
 from megascale.flux.gemm_reduce_scatter.config import FusedReduceScatter
 from megascale.flux.gemm_reduce_scatter.launch import gemm_reduce_scatter
 from megascale.flux.tiles import shard_rows
@@ -164,6 +165,7 @@ def test_one_rank_takes_no_turn() -> None:
 
 def test_tiles_without_flags_are_refused() -> None:
     arena: Any = SimpleNamespace(rank=0, world_size=2)
-    x = torch.empty(16 * 65537, 8, dtype=torch.bfloat16)
-    with pytest.raises(FluxError, match=r"need 65538 flags and there are 65536"):
-        gemm_reduce_scatter(x, x[:16], None, arena, layout="NK", config=SMALL)
+    weight = torch.empty(16, 8, dtype=torch.bfloat16)
+    x = weight[:1].expand(16 * (NUM_FLAGS + 1), 8)
+    with pytest.raises(FluxError, match=rf"need {NUM_FLAGS + 2} flags and there are {NUM_FLAGS}"):
+        gemm_reduce_scatter(x, weight, None, arena, layout="NK", config=SMALL)

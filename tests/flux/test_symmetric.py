@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascale.errors import FluxError
+from megascale.flux.arena import NUM_FLAGS
+from megascale.flux.problem import Problem
 from megascale.flux.symmetric import sizes
+from megascale.flux.symmetric.config import DEFAULT, Sums, candidates
 from megascale.flux.tiles import shard_rows
 from tests.distributed import run_ranks
 from tests.flux.ahead_of_time import TARGETS, ptx
@@ -20,6 +22,7 @@ from tests.flux.shared_arena import SharedArena, interpret_kernels
 
 pytestmark = pytest.mark.full  # processes and the interpreter: half a minute together
 
+EIGHT = pytest.param(8, marks=pytest.mark.slow)  # more ranks than this machine has cores
 FP16, FP32, BF16 = torch.float16, torch.float32, torch.bfloat16
 # rows of all ranks, columns, type: one, fewer rows than ranks, odd ones, more than a block
 FEW = [(1, 1, FP16), (2, 7, FP32), (5, 33, BF16)]
@@ -61,19 +64,32 @@ def close(found: Tensor, wanted: Tensor) -> None:
         torch.testing.assert_close(found, wanted.to(found.dtype), rtol=0, atol=0)
 
 
-@contextmanager
-def by_flags(block: int = 32) -> Iterator[None]:
-    """Flags in place of in band, in tiny pieces: several programs, rounds and blocks of each."""
+WAYS = {  # in which a sum travels
+    "in band": Sums(in_band=True),
+    "flags": Sums(in_band=False),
+    "roles": Sums(pushers=2),
+    "default": DEFAULT,
+}
 
-    def pieces(elements: int, *_args: Any) -> sizes.Pieces:
-        return sizes.Pieces(block, 1, 2, -(-elements // (2 * 2 * block)), 2)
 
-    kept = sizes.fits_in_band, sizes.flag_pieces
-    sizes.fits_in_band, sizes.flag_pieces = lambda *_args: False, pieces  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        sizes.fits_in_band, sizes.flag_pieces = kept
+_BLOCK = 32
+
+
+def _tiny_flag_pieces(elements: int, *_args: Any) -> sizes.Pieces:
+    return sizes.Pieces(_BLOCK, 1, 2, -(-elements // (2 * 2 * _BLOCK)), 2)
+
+
+def in_tiny_pieces() -> None:
+    """From here on, in this rank: several programs, rounds, and blocks of each."""
+
+    def words(elements: int, *_args: Any) -> sizes.Pieces:
+        return sizes.Pieces(_BLOCK, 1, 2, 1, -(-elements // (2 * _BLOCK)))
+
+    def roles(elements: int, _size: int, pushers: int) -> sizes.Pieces:
+        return sizes.Pieces(_BLOCK, 1, pushers + 3, 1, -(-elements // _BLOCK), pushers)
+
+    sizes.flag_pieces = _tiny_flag_pieces  # type: ignore[assignment]
+    sizes.in_band_pieces, sizes.role_pieces = words, roles  # type: ignore[assignment]
 
 
 def _arena(jitter_s: float = 0.0) -> SharedArena:
@@ -82,59 +98,74 @@ def _arena(jitter_s: float = 0.0) -> SharedArena:
     return SharedArena(dist.group.WORLD, 1 << 14, jitter_s=jitter_s)
 
 
-def _all_reduces(rank: int, world_size: int, cases: list[Any]) -> list[Any]:
+def _all_reduces(rank: int, world_size: int, cases: list[Any], tiny: bool) -> list[Any]:
     arena = _arena()
+    if tiny:
+        in_tiny_pieces()
     from megascale.flux.symmetric.all_reduce import all_reduce
 
-    def one(form: Any, seed: int, shape: tuple[int, int], dtype: torch.dtype) -> list[float]:
+    def one(config: Any, seed: int, shape: tuple[int, int], dtype: torch.dtype) -> list[float]:
         parts = [values(seed + r, shape, dtype) for r in range(world_size)]
         before = parts[rank].clone()
-        y = all_reduce(parts[rank], arena, form)
+        y = all_reduce(parts[rank], arena, config=config, view=seed % 2 == 1)
+        for of_last, wanted in kept:
+            assert torch.equal(of_last.view(torch.int8), wanted)
+        kept[:] = [(y, y.view(torch.int8).clone())]
         assert torch.equal(parts[rank], before)
         close(y, in_rank_order(parts))
         bits = y.view(torch.int16 if dtype.itemsize == 2 else torch.int32)
         return bits.flatten().tolist()
 
     found = []
+    kept: list[tuple[Tensor, Tensor]] = []  # of the last call: views hold for one more
     for seed, (m, n, dtype) in enumerate(cases):
-        for form in ("one_shot", "two_shot"):
-            found.append(one(form, 100 * seed, (m, n), dtype))
-            with by_flags():
-                found.append(one(form, 100 * seed + 50, (m, n), dtype))
+        hops = [(way, shots) for way in WAYS.values() for shots in (1, 2)]
+        ways = [replace(w, shots=shots) for w, shots in hops if w.pushers is None or shots == 1]
+        found += [one(way, 100 * seed, (m, n), dtype) for way in ways]
+        found.append(one(Sums(in_band=False, shots=2), 100 * seed + 51, (m, n), dtype))
     assert all_reduce(torch.empty(0, 3), arena).shape == (0, 3)
     assert arena.turns == (0 if world_size == 1 else len(found))
     return found
 
 
-def _check_all_reduce(world_size: int, cases: list[Any]) -> None:
-    first, *others = run_ranks(_all_reduces, world_size, cases, timeout_s=110)
-    assert len(first) == 4 * len(cases)
+def _check_all_reduce(world_size: int, cases: list[Any], *, tiny: bool) -> None:
+    first, *others = run_ranks(_all_reduces, world_size, cases, tiny, timeout_s=110)
+    assert len(first) == 8 * len(cases)
     for other in others:
         assert other == first
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, EIGHT])
 def test_all_reduce_sums_in_rank_order_to_the_same_bits(world_size: int) -> None:
-    _check_all_reduce(world_size, FEW)
+    _check_all_reduce(world_size, FEW, tiny=True)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 4, EIGHT])
 def test_all_reduce_of_many_shapes(world_size: int) -> None:
-    _check_all_reduce(world_size, MANY)
+    _check_all_reduce(world_size, MANY, tiny=False)
 
 
-def _reduce_scatters(rank: int, world_size: int, cases: list[Any], jitter_s: float) -> None:
+@pytest.mark.slow
+def test_all_reduce_of_many_shapes_in_tiny_pieces() -> None:
+    _check_all_reduce(3, MANY, tiny=True)
+
+
+def _reduce_scatters(
+    rank: int, world_size: int, cases: list[Any], jitter_s: float, tiny: bool = True
+) -> None:
     arena = _arena(jitter_s)
+    if tiny:
+        in_tiny_pieces()
     from megascale.flux.symmetric.reduce_scatter import reduce_scatter
 
     for seed, (m, columns, dtype) in enumerate(cases):
         first, end = shard_rows(m, world_size, rank)
-        for way in ("in band", "flags", "copies"):
+        for way in (*WAYS, "copies"):
             parts = [values(100 * seed + r, (m, columns), dtype) for r in range(world_size)]
             wanted = in_rank_order(parts)[first:end]
-            with by_flags() if way == "flags" else nullcontext():
-                y_tD = reduce_scatter(parts[rank], arena, copy_engine=way == "copies")
+            options: dict[str, Any] = {"config": WAYS.get(way)}
+            y_tD = reduce_scatter(parts[rank], arena, copy_engine=way == "copies", **options)
             assert y_tD.shape == wanted.shape
             close(y_tD, wanted)
 
@@ -163,6 +194,7 @@ def test_reduce_scatter_by_copies_in_chunks() -> None:
 
 def _all_gathers(rank: int, world_size: int, cases: list[Any], jitter_s: float) -> None:
     arena = _arena(jitter_s)
+    sizes.flag_pieces = _tiny_flag_pieces  # type: ignore[assignment]
     from megascale.flux.symmetric.all_gather import all_gather
 
     before: list[tuple[Tensor, Tensor]] = []  # of the last call
@@ -172,8 +204,7 @@ def _all_gathers(rank: int, world_size: int, cases: list[Any], jitter_s: float) 
                 continue
             x_TD = (values(seed, (m, columns), FP32) * 20).to(dtype)
             first, end = shard_rows(m, world_size, rank)
-            with by_flags() if transport == "flags" else nullcontext():
-                found = all_gather(x_TD[first:end], arena, m, transport=transport)
+            found = all_gather(x_TD[first:end], arena, m, transport=transport)
             for value, wanted in [(found, x_TD), *before]:  # the last one's is still there
                 assert value.shape == wanted.shape
                 assert value.view(torch.int8).equal(wanted.view(torch.int8)), (m, transport)
@@ -223,7 +254,7 @@ def test_a_gather_runs_beside_another_call(world_size: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 4, EIGHT])
 @pytest.mark.parametrize("ranks", [_reduce_scatters, _all_gathers])
 def test_many_shapes_with_ranks_out_of_step(ranks: Any, world_size: int) -> None:
     run_ranks(ranks, world_size, MANY, 0.004, timeout_s=110)
@@ -300,15 +331,21 @@ def test_refusals_name_the_argument() -> None:
 def test_pieces_cover_a_share_and_their_flags_fit(world_size: int, elements: int) -> None:
     for pieces in (
         sizes.flag_pieces(elements, 2, 2 * world_size, 65536),
-        sizes.in_band_pieces(min(elements, 131072), 2),
+        sizes.in_band_pieces(elements, 2),
+        sizes.in_band_pieces(elements, 4),
     ):
         covered = pieces.programs * pieces.rounds * pieces.blocks * pieces.block
-        assert covered >= min(elements, 131072 if pieces.rounds == 1 else elements)
+        assert covered >= elements
+        assert covered - elements < pieces.programs * pieces.blocks * pieces.block
         assert pieces.warps <= 16
+        assert pieces.programs <= sizes.MAX_PROGRAMS
+    for pushers in (1, 32):
+        pieces = sizes.role_pieces(elements, 2, pushers)
+        assert pieces.blocks * pieces.block >= elements > (pieces.blocks - 1) * pieces.block
+        assert pushers < pieces.programs <= sizes.MAX_PROGRAMS
     pieces = sizes.flag_pieces(elements, 2, 2 * world_size, 65536)
     assert 2 * world_size * pieces.rounds * pieces.programs <= 65536
     assert pieces.programs <= sizes.MAX_PROGRAMS
-    assert sizes.in_band_pieces(131072, 2).programs <= sizes.MAX_PROGRAMS
 
 
 def test_the_second_hop_pays_from_a_size_on_and_never_for_two_ranks() -> None:
@@ -316,6 +353,44 @@ def test_the_second_hop_pays_from_a_size_on_and_never_for_two_ranks() -> None:
     assert [sizes.shots(size, 8) for size in (1 << 14, 1 << 17, 1 << 18, 1 << 20)] == [1, 1, 2, 2]
     assert sizes.fits_in_band(131072, 2, 1, 65536)
     assert not sizes.fits_in_band(131073, 2, 1, 65536)
+    assert sizes.goes_in_band(131072, 2, 1, NUM_FLAGS)
+    assert not sizes.goes_in_band(131073, 2, 1, NUM_FLAGS)
+
+
+def _offered(op: Any, m: int, n: int, world_size: int = 2) -> list[Sums | None]:
+    return candidates(Problem(op, m, n, 4096, world_size, BF16, "NK"))
+
+
+def test_both_transports_are_offered_where_both_can_be() -> None:
+    assert _offered("gemm_ar", 128, 12288)[:2] == [None, Sums(in_band=True)], "3 MB in 4"
+    assert Sums(in_band=True) not in _offered("gemm_ar", 512, 12288)
+    assert {Sums(pushers=16), Sums(shots=2)} <= set(_offered("gemm_ar", 512, 12288))
+    assert _offered("gemm_ar", 4, 8192) == [None, Sums(in_band=False)]
+    assert _offered("gemm_rs", 8, 8192) == [None, Sums(in_band=False)]
+    assert _offered("gemm_rs", 1024, 16384)[0] is None
+    assert _offered("gemm_rs", 16384, 16384) == [None], "copy engines"
+    assert _offered("gemm_ar", 512, 8192, 1) == [None]
+    assert Sums(shots=1) in _offered("gemm_ar", 512, 8192, 8), "two hops are the default"
+    for world_size in (2, 4, 8):
+        for m in (1, 16, 128, 512, 4096):
+            for op in ("gemm_ar", "gemm_rs"):
+                found = _offered(op, m, 8192, world_size)
+                assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"shots": 3}, {"pushers": 128}, {"pushers": 8, "in_band": True}, {"pushers": 8, "shots": 2}],
+)
+def test_options_that_contradict_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(FluxError, match=next(iter(wrong))):
+        Sums(**wrong)
+
+
+def test_what_does_not_fit_in_band_is_refused() -> None:
+    assert Sums(in_band=True).goes_in_band(2 * NUM_FLAGS, 2, 1)
+    with pytest.raises(FluxError, match="do not fit into the 1048576 flag words"):
+        Sums(in_band=True).goes_in_band(2 * NUM_FLAGS + 1, 2, 1)
 
 
 @pytest.mark.parametrize("capability", TARGETS)
@@ -349,22 +424,25 @@ def _symmetric_kernels() -> list[tuple[Any, str, dict[str, Any], int, int]]:
         (one_shot.sum_in_band_kernel, "fp32", {"BLOCK": 512, "SCATTER": True}, 4, 4),
         (one_shot.sum_by_flags_kernel, "bf16", {"SCATTER": False, **large}, 16, 8),
         (one_shot.sum_by_flags_kernel, "bf16", {"SCATTER": True, **large}, 16, 8),
+        (one_shot.sum_by_roles_kernel, "bf16", {"SCATTER": False, **large, "BLOCKS": 4}, 16, 8),
+        (one_shot.sum_by_roles_kernel, "fp16", {"SCATTER": True, **large, "BLOCKS": 4}, 16, 8),
         (two_shot.two_shot_in_band_kernel, "fp16", {"BLOCK": 1024}, 4, 8),
-        (two_shot.two_shot_by_flags_kernel, "bf16", large, 16, 12),
+        (two_shot.two_shot_by_flags_kernel, "bf16", {**large, "VIEW": False}, 16, 12),
+        (two_shot.two_shot_by_flags_kernel, "fp16", {**large, "VIEW": True}, 16, 10),
         (gather.gather_in_band_kernel, "i32", {"BLOCK": 512}, 4, 3),
         (gather.gather_by_flags_kernel, "i32", large, 16, 4),
     ]
 
 
 @pytest.mark.parametrize("capability", TARGETS)
-@pytest.mark.parametrize("case", range(8))
+@pytest.mark.parametrize("case", range(11))
 def test_kernels_compile_to_accesses_of_16_bytes(case: int, capability: int) -> None:
     kernel, element, constants, warps, at_least = _symmetric_kernels()[case]
     constants = {**constants, "RANK": 1, "WORLD": 4, "DEADLINE_NS": 0}
     types = {name: "*i64:16" for name in kernel.arg_names if name.endswith("_ptrs")}
     types |= {name: "i32:16" for name in ("share", "total", "part") if name in kernel.arg_names}
     types |= {"x_ptr": f"*{element}:16", "y_ptr": f"*{element}:16", "report_ptr": "*i64:16"}
-    counts = ("num_rounds", "blocks_a_round", "blocks_a_program")
+    counts = ("num_rounds", "blocks_a_round", "blocks_a_program", "blocks", "num_blocks", "pushers")
     types |= {name: "i32" for name in counts if name in kernel.arg_names}
     types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
     found = ptx(kernel, types, constants, capability, num_warps=warps)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megascale.errors import FluxError
+from megascale.flux.arena import NUM_FLAGS
 from megascale.flux.problem import Problem
+from megascale.flux.symmetric import sizes
 from megascale.flux.tiles import ceil_div
 
 MAX_BLOCK_M = 128
+_BOTH_WAYS = 4  # configurations that are offered in band and by flags
 _SMS = 132  # of an H200; only the order of candidates depends on these two
 _ENOUGH = 100  # SMs that can use all of memory's bandwidth [estimated]
 _SHARED_BYTES = {8: 163 << 10, 9: 227 << 10}  # of an SM, by the capability's first number
@@ -25,6 +28,8 @@ class FewRows:
     num_warps   of a program, in fours
     splits      programs that share the reduction of a tile; each stores block_n / splits columns
     prefetch_k  steps of the weight that all-gather + GEMM fetches into L2 while rows travel
+    in_band     partial values announce themselves in the slot's flag words; False: flags do. None
+                chooses by size (`symmetric/sizes.py`). Not of all-gather + GEMM
     """
 
     block_n: int = 64
@@ -33,6 +38,7 @@ class FewRows:
     num_warps: int = 4
     splits: int = 1
     prefetch_k: int = 1024
+    in_band: bool | None = None
 
     def __post_init__(self) -> None:
         powers = (self.block_n, self.block_k, self.num_warps, self.splits)
@@ -77,7 +83,18 @@ def candidates(problem: Problem, capability: tuple[int, int] = (9, 0)) -> list[F
     best = [config for _, config in found[:8]] or [FewRows(64, 32, 2, 4, 1)]
     if problem.op == "ag_gemm":
         best += [replace(best[0], prefetch_k=k) for k in (0, 256, 4096)]
+    else:
+        best += _by_the_other_transport(best[:_BOTH_WAYS], problem)
     return best
+
+
+def _by_the_other_transport(best: list[FewRows], problem: Problem) -> list[FewRows]:
+    """In band where the default is flags, and the other way round, where both can be."""
+    rows = problem.rows_a_rank if problem.op == "gemm_rs" else problem.m
+    parts = (rows * problem.n, problem.dtype.itemsize, problem.world_size - 1, NUM_FLAGS)
+    if problem.world_size == 1 or not sizes.fits_in_band(*parts):
+        return []
+    return [replace(config, in_band=not sizes.goes_in_band(*parts)) for config in best]
 
 
 # (block_n, block_k, stages, warps): 64 to 128 KB on their way in each program

@@ -114,7 +114,7 @@ def _rows(x_tD: Tensor, arena: Arena, num_rows: int | None) -> int:
 
 def _fits_in_band(x_tD: Tensor, share_bytes: int, slot: Slot) -> bool:
     """In band takes whole words of 4 bytes, each sent as 8."""
-    return (x_tD.shape[1] * x_tD.element_size()) % 4 == 0 and sizes.fits_in_band(
+    return (x_tD.shape[1] * x_tD.element_size()) % 4 == 0 and sizes.goes_in_band(
         share_bytes // 4, 8, slot.world_size - 1, slot.flags[slot.rank].numel()
     )
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from megascale.flux.symmetric import sizes
+from megascale.flux.symmetric.config import DEFAULT, Sums
 from megascale.flux.symmetric.launch import sum_arrived
 from megascale.flux.symmetric.one_shot.launch import check_summable, sum_over_ranks
 from megascale.flux.tiles import rows_per_rank, shard_rows
@@ -23,11 +24,18 @@ if TYPE_CHECKING:
     from megascale.flux.arena import Arena
 
 
-def reduce_scatter(x_TD: Tensor, arena: Arena, *, copy_engine: bool | None = None) -> Tensor:
+def reduce_scatter(
+    x_TD: Tensor,
+    arena: Arena,
+    *,
+    copy_engine: bool | None = None,
+    config: Sums | None = None,
+) -> Tensor:
     """x_tD: this rank's rows of the sum over ranks, in a new tensor.
 
     x_TD         bf16, fp16 or fp32 of two dimensions, of one shape on all ranks
     copy_engine  None chooses by size
+    config       how a kernel sends; None chooses by size
     """
     check_summable(x_TD, arena)
     if arena.world_size == 1 or x_TD.numel() == 0:
@@ -42,7 +50,7 @@ def reduce_scatter(x_TD: Tensor, arena: Arena, *, copy_engine: bool | None = Non
     if copy_engine:
         _by_copies(x_TD, y_tD, arena)
     else:
-        sum_over_ranks(x_TD, y_tD, share, arena, scatter=True)
+        sum_over_ranks(x_TD, y_tD, share, arena, scatter=True, config=config or DEFAULT)
     return y_tD
 
 

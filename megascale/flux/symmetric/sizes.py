@@ -2,9 +2,12 @@
 
 | transport | data | announced by | used |
 |---|---|---|---|
-| in band | the slot's flag words | itself: no word of it is zero | while it fits there (256 KB) |
+| in band | the slot's flag words | itself: no word of it is zero | up to IN_BAND_BYTES |
 | flags | the slot's data | a flag a piece, set by the kernel | up to COPY_ENGINE_BYTES a peer |
 | copy engine | the slot's data | a flag a peer or chunk, copied behind it | above |
+
+That is what is used without a measurement. In band can reach as far as a slot has flag words, and
+the tuner times it against flags where both can be (`config.py`).
 
 A kernel reaches 343-350 GB/s over a link from 8 blocks on and a copy engine 389 (256 MiB, H200),
 but each of its copies costs some microseconds first.
@@ -15,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+IN_BAND_BYTES = 256 << 10  # that a rank receives; up to here it was measured against flags
 COPY_ENGINE_BYTES = 16 << 20  # to each peer
 TWO_SHOT_BYTES = 700_000  # what a link moves in the time of one hop: 2 us at 350 GB/s
 MAX_PROGRAMS = 128  # all resident on 132 SMs, at any register count
@@ -22,6 +26,7 @@ CHUNK_BYTES = 16 << 20  # of a copy: smaller ones pay the engine's ramp, larger 
 MAX_CHUNKS = 4
 _VECTOR_BYTES = 16
 _THREADS = 32
+_WARPS_BY_FLAGS = 16
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class Pieces:
     programs: int
     rounds: int
     blocks: int  # of a piece
+    pushers: int = 0  # programs that only send, where the others only sum
 
     @property
     def options(self) -> dict[str, int]:
@@ -43,6 +49,11 @@ class Pieces:
     def rounds_of(self) -> dict[str, int]:
         """Arguments of the kernels that work in rounds."""
         return {"num_rounds": self.rounds, "blocks_a_round": self.blocks}
+
+    @property
+    def roles_of(self) -> dict[str, int]:
+        """Arguments of the kernel whose programs send or sum."""
+        return {"num_blocks": self.blocks, "pushers": self.pushers}
 
 
 def padded(elements: int) -> int:
@@ -55,15 +66,22 @@ def fits_in_band(elements: int, word_bytes: int, parts: int, flag_words: int) ->
     return parts * padded(elements) * word_bytes <= flag_words * 4
 
 
+def goes_in_band(elements: int, word_bytes: int, parts: int, flag_words: int) -> bool:
+    """Whether they travel there where nothing was measured."""
+    return fits_in_band(elements, word_bytes, parts, min(flag_words, IN_BAND_BYTES // 4))
+
+
 @cache
 def in_band_pieces(elements: int, word_bytes: int) -> Pieces:
     """One block a program: small blocks while that gives enough programs, since they start and end
-    sooner; larger ones beyond, so that all programs are resident."""
+    sooner; larger ones beyond, so that all programs are resident; then several a program."""
     block = 128 * _VECTOR_BYTES // word_bytes  # 4 warps, one access of 16 bytes a thread
     warps = 4
     while warps < 16 and -(-elements // block) > MAX_PROGRAMS:
         block, warps = 2 * block, 2 * warps
-    return Pieces(block, warps, max(1, -(-elements // block)), 1, 1)
+    num_blocks = max(1, -(-elements // block))
+    blocks = -(-num_blocks // MAX_PROGRAMS)
+    return Pieces(block, warps, -(-num_blocks // blocks), 1, blocks)
 
 
 @cache
@@ -72,15 +90,33 @@ def flag_pieces(elements: int, element_bytes: int, flags_each: int, flag_words: 
 
     flags_each  flags that a piece needs at a receiver (sources, times phases)
     """
-    warps = 16
-    block = 2 * warps * _THREADS * _VECTOR_BYTES // element_bytes
+    block = _block_by_flags(element_bytes)
     num_blocks = max(1, -(-elements // block))
     programs = min(num_blocks, MAX_PROGRAMS)
     per_program = -(-num_blocks // programs)
     blocks = min(per_program, 4)
     while -(-per_program // blocks) * programs * flags_each > flag_words:
         blocks *= 2
-    return Pieces(block, warps, programs, -(-per_program // blocks), blocks)
+    return Pieces(block, _WARPS_BY_FLAGS, programs, -(-per_program // blocks), blocks)
+
+
+def roles_fit(elements: int, element_bytes: int, sources: int, flag_words: int) -> bool:
+    """Whether a flag a source and block is no more than a slot has."""
+    return sources * -(-elements // _block_by_flags(element_bytes)) <= flag_words
+
+
+@cache
+def role_pieces(elements: int, element_bytes: int, pushers: int) -> Pieces:
+    """`pushers` programs that send, and of the others at most one a block."""
+    block = _block_by_flags(element_bytes)
+    num_blocks = max(1, -(-elements // block))
+    programs = pushers + min(num_blocks, MAX_PROGRAMS - pushers)
+    return Pieces(block, _WARPS_BY_FLAGS, programs, 1, num_blocks, pushers)
+
+
+def _block_by_flags(element_bytes: int) -> int:
+    """Two accesses of 16 bytes a thread."""
+    return 2 * _WARPS_BY_FLAGS * _THREADS * _VECTOR_BYTES // element_bytes
 
 
 def shots(num_bytes: int, world_size: int) -> int:

@@ -24,6 +24,7 @@ from megascale.flux.few_rows.launch import (
 from megascale.flux.problem import Layout
 from megascale.flux.ranks import gemm
 from megascale.flux.symmetric import sizes
+from megascale.flux.symmetric.config import Sums
 from megascale.flux.symmetric.one_shot.launch import block_w
 from megascale.flux.tiles import rows_per_rank, shard_rows
 
@@ -77,7 +78,7 @@ def _prepare(
     share = rows_per_rank(m, world_size) if scatter else m
     part = sizes.padded(share * n)
     received = (world_size - 1) * part * size
-    in_band = sizes.fits_in_band(share * n, size, world_size - 1, NUM_FLAGS)
+    in_band = Sums(config.in_band).goes_in_band(share * n, size, world_size - 1)
     if not in_band and world_size * plan.works > NUM_FLAGS:
         raise FluxError(
             f"{m} rows and {n} columns in tiles of {config.block_n} need {world_size * plan.works} "

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from megascale.errors import FluxError
+from megascale.flux.arena import NUM_FLAGS
 from megascale.flux.symmetric import sizes
+from megascale.flux.symmetric.config import DEFAULT, Sums
 from megascale.flux.symmetric.prepared import Prepared
 
 if TYPE_CHECKING:
     from megascale.flux.arena import Arena
 
+_BLOCKS_A_FLAG = 4  # 64 KB: what a pusher sends in the time in which a flag is acknowledged
 SUMMABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -34,21 +37,24 @@ def block_w(world_size: int) -> int:
     return 1 << max(0, world_size - 2).bit_length()
 
 
-def sum_over_ranks(x: Tensor, y: Tensor, share: int, arena: Arena, *, scatter: bool) -> None:
+def sum_over_ranks(
+    x: Tensor,
+    y: Tensor,
+    share: int,
+    arena: Arena,
+    *,
+    scatter: bool,
+    config: Sums = DEFAULT,
+) -> None:
     """y = the sum over ranks of this rank's share of x, both contiguous; more than one rank.
 
     share    elements of a rank's share; x.numel() without `scatter`
     scatter  rank r's share begins at element r * share; without, every share is all of x
     """
     world_size, size = arena.world_size, x.element_size()
+    in_band = config.goes_in_band(share, size, world_size - 1)
+    prepared = _prepare(x.dtype, x.numel(), share, in_band, config.pushers, scatter, *key_of(arena))
     with arena.turn((world_size - 1) * sizes.padded(share) * size) as slot:
-        flag_words = slot.flags[arena.rank].numel()
-        in_band = sizes.fits_in_band(share, size, world_size - 1, flag_words)
-        if in_band:
-            pieces = sizes.in_band_pieces(share, size)
-        else:
-            pieces = sizes.flag_pieces(share, size, world_size, flag_words)
-        prepared = _prepare(x.dtype, x.numel(), share, pieces, in_band, scatter, *key_of(arena))
         if in_band:
             prepared.launch(x, y, slot.flag_ptrs, arena.report)
         else:
@@ -62,24 +68,39 @@ def key_of(arena: Arena) -> tuple[int, int, int, torch.device]:
 
 @lru_cache(maxsize=1024)
 def _prepare(
-    _dtype: torch.dtype,
+    dtype: torch.dtype,
     total: int,
     share: int,
-    pieces: sizes.Pieces,
     in_band: bool,
+    pushers: int | None,
     scatter: bool,
     rank: int,
     world_size: int,
     deadline_ns: int,
     _device: torch.device,
 ) -> Prepared:
-    from megascale.flux.symmetric.one_shot.kernel import sum_by_flags_kernel, sum_in_band_kernel
+    from megascale.flux.symmetric.one_shot import kernel
 
     integers = {"share": share, "total": total, "part": sizes.padded(share)}
     constants: dict[str, Any] = {"RANK": rank, "WORLD": world_size, "SCATTER": scatter}
-    constants |= {"DEADLINE_NS": deadline_ns, **pieces.options}
+    constants["DEADLINE_NS"] = deadline_ns
     if in_band:
-        return Prepared(sum_in_band_kernel, pieces.programs, integers, constants)
+        pieces = sizes.in_band_pieces(share, dtype.itemsize)
+        integers["blocks"] = pieces.blocks
+        constants |= pieces.options
+        return Prepared(kernel.sum_in_band_kernel, pieces.programs, integers, constants)
     constants["BLOCK_W"] = block_w(world_size)
-    integers |= pieces.rounds_of
-    return Prepared(sum_by_flags_kernel, pieces.programs, integers, constants)
+    if pushers is None:
+        pieces = sizes.flag_pieces(share, dtype.itemsize, world_size, NUM_FLAGS)
+        integers |= pieces.rounds_of
+        constants |= pieces.options
+        return Prepared(kernel.sum_by_flags_kernel, pieces.programs, integers, constants)
+    if not sizes.roles_fit(share, dtype.itemsize, world_size, NUM_FLAGS):
+        raise FluxError(
+            f"{share} elements in blocks need more than the {NUM_FLAGS} flags of a slot; "
+            "use pushers=None"
+        )
+    pieces = sizes.role_pieces(share, dtype.itemsize, pushers)
+    integers |= pieces.roles_of
+    constants |= {"BLOCKS": _BLOCKS_A_FLAG, **pieces.options}
+    return Prepared(kernel.sum_by_roles_kernel, pieces.programs, integers, constants)

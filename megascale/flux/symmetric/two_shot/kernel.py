@@ -43,39 +43,45 @@ def two_shot_in_band_kernel(
     share,
     total,
     part,  # words between sources; 16 divides it
+    blocks,  # of each share, a program
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
     DEADLINE_NS: tl.constexpr,
 ):
-    """y = the sum of x over ranks; one block of each share a program.
+    """y = the sum of x over ranks.
 
     Words: W - 1 parts of partial values, then W - 1 parts of sums.
     """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     WORD: tl.constexpr = word_of(DTYPE)
-    program = tl.program_id(0)
-    at = program * BLOCK + tl.arange(0, BLOCK)
+    program, programs = tl.program_id(0), tl.num_programs(0)
     first, size = share_of(RANK, share, total, True)
-    inside = at < size
-    push_in_band(x_ptr, flag_ptrs, at, share, total, part, RANK, WORLD, True)
-    own = tl.load(x_ptr + first + at, mask=inside, other=0.0).to(tl.float32)
+    for block in range(blocks):
+        at = (block * programs + program) * BLOCK + tl.arange(0, BLOCK)
+        push_in_band(x_ptr, flag_ptrs, at, share, total, part, RANK, WORLD, True)
     words_ptr = memory_of(flag_ptrs, RANK, WORD)
     tl.debug_barrier()  # the pushes leave before the first look for an answer
-    y = sum_in_band(
-        own, words_ptr, at, inside, part, report_ptr, program, RANK, WORLD, DTYPE, DEADLINE_NS
-    ).to(DTYPE)
-    for step in tl.static_range(1, WORLD):
-        sums_ptr = memory_of(flag_ptrs, peer_of(step, RANK, WORLD), WORD)
-        lane = WORLD - 1 + lane_of(RANK, peer_of(step, RANK, WORLD))
-        tl.store(part_of(sums_ptr, lane, part) + at, nonzero(y), mask=inside)
-    tl.store(y_ptr + first + at, positive_zeros(y), mask=inside)
-    tl.debug_barrier()
-    clear_band(words_ptr, at, inside, part, WORLD)
-    receive_sums(
-        y_ptr, words_ptr + (WORLD - 1) * part, at, share, total, part, report_ptr, RANK, WORLD,
-        DTYPE, DEADLINE_NS
-    )  # fmt: skip
+    for block in range(blocks):
+        at = (block * programs + program) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < size
+        own = tl.load(x_ptr + first + at, mask=inside, other=0.0).to(tl.float32)
+        y = sum_in_band(
+            own, words_ptr, at, inside, part, report_ptr, program, RANK, WORLD, DTYPE, DEADLINE_NS
+        ).to(DTYPE)
+        for step in tl.static_range(1, WORLD):
+            sums_ptr = memory_of(flag_ptrs, peer_of(step, RANK, WORLD), WORD)
+            lane = WORLD - 1 + lane_of(RANK, peer_of(step, RANK, WORLD))
+            tl.store(part_of(sums_ptr, lane, part) + at, nonzero(y), mask=inside)
+        tl.store(y_ptr + first + at, positive_zeros(y), mask=inside)
+        tl.debug_barrier()
+        clear_band(words_ptr, at, inside, part, WORLD)
+    for block in range(blocks):
+        at = (block * programs + program) * BLOCK + tl.arange(0, BLOCK)
+        receive_sums(
+            y_ptr, words_ptr + (WORLD - 1) * part, at, share, total, part, report_ptr, RANK, WORLD,
+            DTYPE, DEADLINE_NS
+        )  # fmt: skip
 
 
 @triton.jit
@@ -132,15 +138,17 @@ def two_shot_by_flags_kernel(
     blocks_a_round,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
+    VIEW: tl.constexpr,  # y is memory of the own slot
     BLOCK: tl.constexpr,
     BLOCK_W: tl.constexpr,
     DEADLINE_NS: tl.constexpr,
 ):
-    """As above for any size. Data of a slot: W - 1 parts of partial values, then
-    W - 1 parts of sums.
+    """As above for any size. Data of a slot: W - 1 parts of partial values, then the sums of all
+    owners one after the other.
 
     In rounds: while partial values of round k travel, round k - 1 is summed and sent on, and round
-    k - 2 is copied into y. Flags as in `sum_by_flags_kernel`, and as many again for sums.
+    k - 2 is copied into y; with VIEW the sums stay where they are, and it is waited for alone.
+    Flags as in `sum_by_flags_kernel`, and as many again for sums.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     own_flags = tl.load(flag_ptrs + RANK).to(tl.pointer_type(tl.int32))
@@ -169,9 +177,10 @@ def two_shot_by_flags_kernel(
                 own_flags, first_flag, per_source, report_ptr, index, RANK, WORLD, BLOCK_W,
                 DEADLINE_NS,
             )  # fmt: skip
-            for block in range(blocks_a_round):
-                at = (index.to(tl.int64) * blocks_a_round + block) * BLOCK + tl.arange(0, BLOCK)
-                copy_sums(y_ptr, data_ptrs, at, share, total, part, RANK, WORLD)
+            if not VIEW:
+                for block in range(blocks_a_round):
+                    at = (index.to(tl.int64) * blocks_a_round + block) * BLOCK + tl.arange(0, BLOCK)
+                    copy_sums(y_ptr, data_ptrs, at, share, total, part, RANK, WORLD)
 
 
 @triton.jit
@@ -204,8 +213,7 @@ def sum_and_send(
         sums += tl.load(from_ptr + at, mask=at < size, other=0.0).to(tl.float32)
     for step in tl.static_range(1, WORLD):
         to_ptr = memory_of(data_ptrs, peer_of(step, RANK, WORLD), DTYPE)
-        lane = WORLD - 1 + lane_of(RANK, peer_of(step, RANK, WORLD))
-        to_ptr = part_of(to_ptr, lane, part)
+        to_ptr = part_of(to_ptr, WORLD - 1, part) + first
         tl.store(to_ptr + at, sums.to(DTYPE), mask=at < size)
     tl.store(y_ptr + first + at, sums.to(DTYPE), mask=at < size)
 
@@ -215,8 +223,9 @@ def copy_sums(
     y_ptr, data_ptrs, at, share, total, part, RANK: tl.constexpr, WORLD: tl.constexpr
 ) -> None:
     """What the peers summed, into y."""
-    received_ptr = memory_of(data_ptrs, RANK, y_ptr.dtype.element_ty)
+    sums_ptr = memory_of(data_ptrs, RANK, y_ptr.dtype.element_ty)
+    sums_ptr = part_of(sums_ptr, WORLD - 1, part)
     for lane in tl.static_range(WORLD - 1):
         first, size = share_of(source_of(lane, RANK), share, total, True)
-        from_ptr = part_of(received_ptr, WORLD - 1 + lane, part)
-        tl.store(y_ptr + first + at, tl.load(from_ptr + at, mask=at < size), mask=at < size)
+        value = tl.load(sums_ptr + first + at, mask=at < size)
+        tl.store(y_ptr + first + at, value, mask=at < size)
