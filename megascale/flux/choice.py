@@ -8,6 +8,7 @@ class was measured with all.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from megascale.errors import FluxError
 from megascale.flux.arena import Arena
 from megascale.flux.call import Bound, Call
 from megascale.flux.default_rule import Mode, default_form
-from megascale.flux.forms import configs, forms, missing
+from megascale.flux.forms import configs, forms, missing, on_request
 from megascale.flux.gemm_config import capability_of
 from megascale.flux.gemm_reduce_scatter import pair
 from megascale.flux.problem import Problem
@@ -30,6 +31,7 @@ from megascale.flux.tuning_cache import Key, TuningCache
 SHIPPED = Path(__file__).with_name("tuned.json")
 
 _FUSED = ("few_rows", "fused")
+_FUSED_IN_FLIGHT = ("few_rows", "in_flight")
 _WITHOUT_SPINNING = ("nccl", "chunked")  # nothing that fills the GPU waits in them
 _RESERVING = ("nccl", "few_rows", "fused", "chunked")  # or only on `arena.num_sms` SMs
 
@@ -37,12 +39,13 @@ _RESERVING = ("nccl", "few_rows", "fused", "chunked")  # or only on `arena.num_s
 def choose(problem: Problem, call: Call, arena: Arena, settings: Settings, when: Mode) -> Bound:
     """The form, bound to `arena`. Collective at the group's first, and where it measures."""
     cache, tuner = _tuner_of(arena.group, settings.cache, arena.device)
-    key = Key.of(problem, when, device=arena.device)
+    key = _class_of(problem, arena, settings, when, cache)
     allowed = _allowed(settings)
+    unasked = set(on_request(call.op)) - set(settings.asked)
     offered = {
         candidate.label: (candidate, bound)
         for name in allowed or forms(call.op)
-        if name not in missing(call.op)
+        if name not in unasked and name not in missing(call.op)
         for candidate, bound in _candidates(name, problem, call, arena)
     }
     candidates = [candidate for candidate, _ in offered.values()]
@@ -56,6 +59,16 @@ def choose(problem: Problem, call: Call, arena: Arena, settings: Settings, when:
             f'({", ".join(allowed)}) in this installation; use mode "auto"'
         )
     return offered[chosen.label][1]
+
+
+def _class_of(
+    problem: Problem, arena: Arena, settings: Settings, when: Mode, cache: TuningCache
+) -> Key:
+    """What was measured beside a form on request is a class of its own: operators that do not ask
+    for it never meet its choices. "auto" reads the other class where there is none of its own."""
+    key = Key.of(problem, when, device=arena.device, asked=",".join(settings.asked))
+    reads_other = settings.mode == "auto" and settings.tune == "cache" and cache.get(key) is None
+    return replace(key, asked="") if reads_other else key
 
 
 def choose_pair(problem: Problem, arena: Arena, settings: Settings, when: Mode) -> Bound | None:
@@ -95,11 +108,12 @@ def _candidates(
 def _allowed(settings: Settings) -> tuple[str, ...] | None:
     """The forms that may be taken, the default last; None: all, by the tuner."""
     if settings.mode != "auto":
-        named = {"fused": _FUSED, "chunked": ("chunked",), "reference": (REFERENCE,)}
+        fused = _FUSED_IN_FLIGHT if settings.in_flight else _FUSED
+        named = {"fused": fused, "chunked": ("chunked",), "reference": (REFERENCE,)}
         return named[settings.mode]
     if not settings.spin:
         return _WITHOUT_SPINNING
-    return _RESERVING if settings.reserve_sms else None
+    return (*settings.asked, *_RESERVING) if settings.reserve_sms else None
 
 
 def _of_some(key: Key, candidates: Sequence[Candidate], cache: TuningCache) -> Candidate:

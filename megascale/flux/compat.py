@@ -126,7 +126,8 @@ class GemmRS:
         _refuse(
             "fuse_reduction",
             fuse_reduction,
-            "sums here are in rank order in fp32 and so repeatable; leave it out",
+            "sums here are in rank order in fp32; leave it out, or give in_flight=True, which adds "
+            "at the owner and is repeatable too",
         )
         _refuse("ring_reduction", ring_reduction, _TUNER)
         self._sizes = _sizes(max_m=max_m, n_dim=n_dim)

@@ -12,6 +12,7 @@ process without triton can name all of them. Which one runs is the tuner's affai
 | chunked | cuBLAS on chunks, transfers by copy engines on a second stream |
 | fused | one kernel |
 | few_rows | one kernel for m up to a few hundred: latency instead of bandwidth |
+| in_flight | one kernel, whose tiles are added up at their owner; on request only |
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Place(NamedTuple):
 
     by_device  `candidates` asks for the compute capability too
     most_rows  beyond which the form is not worth a compilation; 0 is no bound
+    on_request  tried only where it is asked for by name: its sums are rounded more than others'
     """
 
     module: str
@@ -40,6 +42,7 @@ class Place(NamedTuple):
     configs: str = ""
     by_device: bool = False
     most_rows: int = 0
+    on_request: bool = False
 
 
 _FEW_ROWS = ("few_rows.config", True, 256)
@@ -61,6 +64,9 @@ FORMS: dict[str, dict[str, Place]] = {
         "chunked": Place(f"{_RS}.chunked", _RS, f"{_RS}.chunked"),
         "fused": Place(f"{_RS}.launch", _RS, f"{_RS}.config", by_device=True),
         "few_rows": Place(f"{_RS}.few_rows", _RS, *_FEW_ROWS),
+        "in_flight": Place(
+            f"{_RS}.in_flight.launch", _RS, f"{_RS}.in_flight.config", True, on_request=True
+        ),
     },
     "gemm_ar": {
         "nccl": Place(f"{_AR}.nccl", _AR),
@@ -115,6 +121,11 @@ def configs(op: str, name: str, problem: Problem, capability: tuple[int, int]) -
 def missing(op: str) -> list[str]:
     """Names of forms whose module is not in this installation (a form without its kernel)."""
     return [name for name, place in _table(op).items() if not _exists(place.module)]
+
+
+def on_request(op: str) -> list[str]:
+    """Names of forms that are tried only where they are asked for."""
+    return [name for name, place in _table(op).items() if place.on_request]
 
 
 @cache

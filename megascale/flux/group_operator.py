@@ -41,6 +41,9 @@ class GroupOperator:
     reserve_sms  SMs that fused kernels leave to NCCL
     deadline_s   debug mode: a call that does not end raises and says who is missing
     cache        file with the tuner's choices; those shipped with the package count in any case
+    in_flight    GemmReduceScatter alone: tiles may be added up at their owner, each sum rounded to
+                 the type of x, in one shard of symmetric memory (`gemm_reduce_scatter/in_flight`).
+                 Mode "auto" then tries that too where it measures; "fused" takes it
     """
 
     op: ClassVar[Op]
@@ -55,9 +58,16 @@ class GroupOperator:
         reserve_sms: int = 0,
         deadline_s: float | None = None,
         cache: str | None = None,
+        in_flight: bool = False,
     ) -> None:
         _check_group(group)
-        self.settings = settings = Settings(mode, tune, spin, reserve_sms, deadline_s, cache)
+        if in_flight and self.op != "gemm_rs":
+            raise FluxError(
+                f"in_flight is {in_flight!r}, and {type(self).__name__} has no such form: it is an "
+                "option of GemmReduceScatter"
+            )
+        settings = Settings(mode, tune, spin, reserve_sms, deadline_s, cache, in_flight)
+        self.settings = settings
         self.group = group
         self.world_size = 1 if group is None else group.size()
         self.rank = 0 if group is None else dist.get_rank(group)

@@ -16,8 +16,8 @@ A call refuses wrong arguments (`problem.check`), takes a form (`selection.py`) 
 One rank (group None, or of one rank) is a plain GEMM in every mode.
 
 **Contract.** All ranks of the group make the same calls in the same order, with equal m, n, k, type
-and `weight_layout`, by operators with equal mode, tune, spin, reserve_sms and deadline_s; a weight
-is contiguous and 16-byte aligned on all of them or on none. Forms are chosen by these: ranks that
+and `weight_layout`, by operators of equal settings (but for the file of choices); a weight is
+contiguous and 16-byte aligned on all of them or on none. Forms are chosen by these: ranks that
 differ may take different forms and wait for ever. Local checks precede every launch, but a rank
 sees its own rows and arguments only, so it may refuse what its peers take (of 4 rows on each of two
 ranks and num_rows=9 only rank 0 sees that a row is missing). `deadline_s` is for that

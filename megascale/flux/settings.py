@@ -27,6 +27,7 @@ class Settings:
     reserve_sms: int = 0
     deadline_s: float | None = None
     cache: str | None = None
+    in_flight: bool = False
 
     def __post_init__(self) -> None:
         self._check_values()
@@ -35,15 +36,24 @@ class Settings:
     @property
     def of_all_ranks(self) -> str:
         """What decides the form of a call, and so must be equal on all ranks."""
-        return f"mode={self.mode} tune={self.tune} spin={self.spin} reserve_sms={self.reserve_sms}"
+        of_all = (
+            f"mode={self.mode} tune={self.tune} spin={self.spin} reserve_sms={self.reserve_sms}"
+        )
+        return of_all + (" in_flight=True" if self.in_flight else "")
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """Forms that are asked for (`forms.on_request`)."""
+        return ("in_flight",) if self.in_flight else ()
 
     def _check_values(self) -> None:
         if self.mode not in MODES:
             raise FluxError(f"mode is {self.mode!r}; legal are {', '.join(MODES)}")
         if self.tune not in TUNES:
             raise FluxError(f"tune is {self.tune!r}; legal are {', '.join(TUNES)}")
-        if not isinstance(self.spin, bool):
-            raise FluxError(f"spin is {self.spin!r}; legal are True and False")
+        for name, value in (("spin", self.spin), ("in_flight", self.in_flight)):
+            if not isinstance(value, bool):
+                raise FluxError(f"{name} is {value!r}; legal are True and False")
         whole_number("reserve_sms", self.reserve_sms)
         if self.deadline_s is not None and not _is_deadline(self.deadline_s):
             raise FluxError(
@@ -64,6 +74,11 @@ class Settings:
             raise FluxError(
                 'mode is "fused", whose kernels wait for peers, and spin=False forbids it; use '
                 'mode "auto" or "chunked"'
+            )
+        if self.in_flight and (self.mode not in ("auto", "fused") or not self.spin):
+            raise FluxError(
+                "in_flight asks for a kernel that waits for peers; it goes with mode "
+                f'"auto" or "fused" and spin=True, got mode "{self.mode}" and spin={self.spin}'
             )
 
 

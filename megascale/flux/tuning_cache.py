@@ -53,6 +53,7 @@ class Key:
     device_name: str
     torch_version: str
     triton_version: str
+    asked: str = ""  # form on request that was offered beside the others
 
     @classmethod
     def of(
@@ -62,6 +63,7 @@ class Key:
         *,
         num_columns: int | None = None,
         device: torch.device | None = None,
+        asked: str = "",
     ) -> Key:
         """The key of a problem on this machine.
 
@@ -81,6 +83,7 @@ class Key:
             device_name=torch.cuda.get_device_name(device) if on_cuda else "cpu",
             torch_version=torch.__version__,
             triton_version=_triton_version(),
+            asked=asked,
         )
 
     @property
@@ -186,7 +189,8 @@ def _read(path: Path) -> tuple[dict[Key, Choice], str]:
 
 
 def _entry(entry: dict[str, Any]) -> tuple[Key, Choice]:
-    key = Key(**{name: entry["key"][name] for name in _FIELDS})
+    found = {"asked": "", **entry["key"]}  # an entry without it: nothing was
+    key = Key(**{name: found[name] for name in _FIELDS})
     for name in _FIELDS:
         if not isinstance(getattr(key, name), int if name in _NUMBERS else str):
             raise TypeError(f"{name} is {getattr(key, name)!r}")
@@ -199,7 +203,7 @@ def _entry(entry: dict[str, Any]) -> tuple[Key, Choice]:
 
 def _write(path: Path, choices: dict[Key, Choice]) -> None:
     entries = [
-        {"key": asdict(key), "form": c.form, "config": c.config, "ms": c.ms}
+        {"key": _plain(key), "form": c.form, "config": c.config, "ms": c.ms}
         for key, c in sorted(choices.items(), key=lambda item: repr(item[0]))
     ]
     lines = ",\n".join(json.dumps(entry) for entry in entries)  # one a line: diffs stay readable
@@ -211,6 +215,11 @@ def _write(path: Path, choices: dict[Key, Choice]) -> None:
         os.fsync(file.fileno())
     os.chmod(file.name, 0o644)  # a temporary file is private; this one is shipped
     os.replace(file.name, path)
+
+
+def _plain(key: Key) -> dict[str, Any]:
+    """The fields of a key, without what it does not say."""
+    return {name: value for name, value in asdict(key).items() if value != ""}
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch.distributed as dist
 
 from megascale.errors import FluxError
 from megascale.flux.bench.work import engine_tiles
-from megascale.flux.forms import FORMS, configs, forms, missing
+from megascale.flux.bench.world import World
+from megascale.flux.forms import FORMS, configs, forms, missing, on_request
 from megascale.flux.problem import Problem
 from megascale.flux.ranks import GroupOnly
 from megascale.flux.tiles import shard_rows
@@ -84,6 +86,14 @@ def test_configurations_differ_and_a_form_for_few_rows_is_for_few_rows(op: Any) 
     assert configs(op, "nccl", many, (9, 0)) == [None], "called without the keyword"
     assert configs(op, "few_rows", few, (9, 0))
     assert configs(op, "few_rows", many, (9, 0)) == []
+
+
+def test_forms_on_request_are_in_the_table_and_offered_by_name_only() -> None:
+    assert {op: on_request(op) for op in FORMS if on_request(op)} == {"gemm_rs": ["in_flight"]}
+    offered: Any = World.offered
+    world = SimpleNamespace(arena=None)
+    assert "in_flight" not in offered(world, "gemm_rs")
+    assert "in_flight" in offered(world, "gemm_rs", ("in_flight",))
 
 
 def test_an_operator_that_is_none_is_refused() -> None:

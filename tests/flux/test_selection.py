@@ -17,6 +17,7 @@ from megascale.config import ParallelismConfig
 from megascale.errors import FluxError
 from megascale.flux import (
     AllGatherGemm,
+    GemmAllReduce,
     GemmReduceScatter,
     choice,
     local_checks,
@@ -25,12 +26,14 @@ from megascale.flux import (
 )
 from megascale.flux.call import Call
 from megascale.flux.mode import FluxMode
+from megascale.flux.problem import Problem
 from megascale.flux.selection import Selection
 from megascale.flux.settings import Settings
 from megascale.flux.tuning_cache import Choice, Key, TuningCache
 from tests.distributed import run_ranks
 
 N, K = 8, 16
+TWO = {"stages": 2}
 SMALL, LARGE = 64, 4096  # rows: below and above what `few_rows` is for
 
 
@@ -57,7 +60,7 @@ class Machine:
         there["configs"] = lambda _op, name, *_: [Tiles(1), Tiles(2)] if name == "fused" else [None]
         here["forms"] = there["forms"] = lambda _op: {
             name: self._form(name)
-            for name in ("nccl", "symm_mem", "plain", "chunked", "fused", "few_rows")
+            for name in ("nccl", "symm_mem", "plain", "chunked", "fused", "few_rows", "in_flight")
         }
         here["Arena"] = SimpleNamespace(of=lambda _group, _device: self)
 
@@ -142,6 +145,76 @@ def _measured(rank: int, world_size: int, path: str) -> list[str]:
 def test_the_fastest_measured_form_that_is_allowed_is_taken_on_all_ranks(tmp_path: Path) -> None:
     found = run_ranks(_measured, 2, str(tmp_path / "tuned.json"))
     assert found == [["fused 2", "nccl", "fused 2", "chunked"]] * 2
+
+
+def _in_flight(rank: int, world_size: int, path: str) -> list[list[str]]:
+    """What operators take that ask for the sum in flight, and that do not, from one file: of a
+    class that was measured for one of them, for both, for neither."""
+    machine = Machine()
+    of_others = {"fused(stages=1)": 3.0, "fused(stages=2)": 2.0, "chunked": 5.0, "nccl": 4.0}
+    classes = [LARGE, 2 * LARGE, 4 * LARGE, 8 * LARGE]
+    if rank == 0:
+        cache = TuningCache(path)
+        measured: list[list[str]] = [[""], ["in_flight"], ["", "in_flight"], []]
+        for m, keys in zip(classes, measured, strict=True):
+            of_class = Problem("gemm_rs", m, N, K, 2, torch.bfloat16, "NK")
+            for asked in keys:
+                ms = {**of_others, "in_flight": 1.0} if asked else of_others
+                choice = Choice("in_flight", None, ms) if asked else Choice("fused", TWO, ms)
+                cache.put(Key.of(of_class, asked=asked), choice)
+        cache.save()
+    dist.barrier()
+    settings: list[dict[str, Any]] = [
+        {},
+        {"in_flight": True},
+        {"in_flight": True, "reserve_sms": 8},
+        {"in_flight": True, "mode": "fused"},
+    ]
+    return [[_taken(machine, m, cache=path, **s) for m in classes] for s in settings]
+
+
+def test_the_sum_in_flight_is_taken_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    for found in run_ranks(_in_flight, 2, str(tmp_path / "tuned.json")):
+        assert found == [
+            ["fused 2", "fused 1", "fused 2", "fused 1"],
+            ["fused 2", "in_flight", "in_flight", "fused 1"],
+            ["fused 2", "in_flight", "in_flight", "fused 1"],
+            ["in_flight"] * 4,
+        ]
+
+
+def _in_flight_now(rank: int, world_size: int, path: str) -> list[list[str]]:
+    """The forms that are tried by an operator that does not ask, and by one that does after it."""
+    machine = Machine()
+    tried = []
+    asking: dict[str, Any] = {"in_flight": True}
+    for settings in ({}, asking, {}, asking):
+        machine.calls.clear()
+        _taken(machine, LARGE, tune="now", cache=path, **settings)
+        tried.append(sorted({name for name, _ in machine.calls}))
+    return tried
+
+
+@pytest.mark.full
+def test_tune_now_tries_the_sum_in_flight_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    for first, asking, again, asking_again in run_ranks(
+        _in_flight_now, 2, str(tmp_path / "t.json")
+    ):
+        assert "in_flight" not in first
+        assert {*first, "in_flight"} == set(asking), "a class of its own, measured anew"
+        assert len(again) == len(asking_again) == 1
+
+
+def test_options_that_contradict_the_sum_in_flight_are_refused() -> None:
+    for options in ({"mode": "chunked"}, {"mode": "reference"}, {"spin": False}):
+        with pytest.raises(FluxError, match="in_flight asks for a kernel that waits for peers"):
+            GemmReduceScatter(None, in_flight=True, **options)
+    with pytest.raises(FluxError, match="in_flight is 1; legal are True and False"):
+        Settings(in_flight=1)  # type: ignore[arg-type]
+    for kind in (AllGatherGemm, GemmAllReduce):
+        with pytest.raises(FluxError, match=f"{kind.__name__} has no such form"):
+            kind(None, in_flight=True)
+    assert Settings(in_flight=True).of_all_ranks != Settings().of_all_ranks
 
 
 def _tuned_now(rank: int, world_size: int, path: str) -> list[Any]:

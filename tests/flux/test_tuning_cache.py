@@ -55,6 +55,19 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o644
 
 
+def test_a_form_on_request_makes_a_class_of_its_own(tmp_path: Path) -> None:
+    path, asked = tmp_path / "tuned.json", Key.of(PROBLEM, asked="in_flight")
+    cache = TuningCache(path)
+    cache.put(asked, Choice("in_flight"))
+    cache.put(KEY, CHOICE)
+    cache.save()
+    keys = [entry["key"] for entry in json.loads(path.read_text())["entries"]]
+    assert sorted(key.get("asked", "nothing") for key in keys) == ["in_flight", "nothing"]
+    again = TuningCache.load(path)
+    assert again.get(asked) == Choice("in_flight")
+    assert again.get(KEY) == CHOICE
+
+
 def test_saving_keeps_what_others_added_meanwhile_and_own_measurements_win(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     mine, other = TuningCache.load(path), TuningCache.load(path)

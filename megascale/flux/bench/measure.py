@@ -19,7 +19,7 @@ import torch
 from megascale.flux.bench.targets import NOT_OURS, efficiency
 from megascale.flux.bench.work import Work
 from megascale.flux.bench.world import World
-from megascale.flux.forms import configs
+from megascale.flux.forms import configs, on_request
 from megascale.flux.timing import Probe, Run, Timer, interleave, medians, slowest_rank
 from megascale.flux.tuner import Candidate, Tuner, agreed
 from megascale.flux.tuning_cache import Key
@@ -83,7 +83,8 @@ class Offer:
 def measure(work: Work, world: World, tuner: Tuner, timer: Timer, offer: Offer) -> Measured:
     """The numbers of a case. Raises CaseError, on all ranks, where it can have no row."""
     candidates = _candidates(work, world, offer)
-    key = Key.of(work.problem, work.case.mode, device=world.device)
+    asked = ",".join(name for name in on_request(work.case.op) if name in offer.forms)
+    key = Key.of(work.problem, work.case.mode, device=world.device, asked=asked)
     chosen = tuner.choose(key, candidates)
     best = _best_of_each_form(candidates, tuner, key, chosen)
     excluded: dict[str, str] = {}
@@ -124,7 +125,7 @@ def measure(work: Work, world: World, tuner: Tuner, timer: Timer, offer: Offer) 
 
 def _candidates(work: Work, world: World, offer: Offer) -> list[Candidate]:
     found = []
-    for name in world.offered(work.case.op):
+    for name in world.offered(work.case.op, offer.forms):
         if name in NOT_OURS or not offer.forms or name in offer.forms:
             every = configs(work.case.op, name, work.problem, world.capability)
             found += [

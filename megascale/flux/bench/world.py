@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,7 +14,7 @@ from megascale.env import RankEnvironment
 from megascale.errors import FluxError
 from megascale.flux.arena import NUM_FLAGS, NUM_SLOTS, Arena
 from megascale.flux.default_rule import Mode
-from megascale.flux.forms import forms, missing
+from megascale.flux.forms import forms, missing, on_request
 from megascale.flux.machine import why_not_fused
 from megascale.flux.ranks import GroupOnly
 from megascale.flux.timing import EagerTimer, GraphTimer, HostTimer, Timer
@@ -74,11 +75,12 @@ class World:
         """(0, 0) on a CPU."""
         return torch.cuda.get_device_capability(self.device) if self.on_cuda else (0, 0)
 
-    def offered(self, op: str) -> list[str]:
-        """Names of the forms that can run here."""
+    def offered(self, op: str, asked: Sequence[str] = ()) -> list[str]:
+        """Names of the forms that can run here; of those on request what is `asked` for."""
         if isinstance(self.arena, GroupOnly):
             return ["nccl"]
-        return [name for name in forms(op) if name not in missing(op)]
+        left_out = {*missing(op), *(set(on_request(op)) - set(asked))}
+        return [name for name in forms(op) if name not in left_out]
 
     def timer(self, mode: Mode) -> Timer:
         if not self.on_cuda:

@@ -90,6 +90,7 @@ class GemmReduceScatter(GroupOperator):
 
         a, b                [T, K] and [T, J] of this rank
         weight_a, weight_b  [N, K] and [N, J] ("NK"), or their transposes ("KN")
+        Received tiles are summed in fp32, also where `in_flight` allows less.
         Raises FluxError before anything is launched.
         """
         self._refuse_gradients(a, weight_a, b, weight_b, bias)
