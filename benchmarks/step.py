@@ -91,6 +91,7 @@ def make_row(
             "block": config.model.block,
             "attention": "window" if config.model.attention_window else "full",
             "recompute": config.activation_checkpoint.mode,
+            "flux": config.parallelism.flux if mesh.tensor > 1 else "none",
         },
         "metric": "mfu",
         "value": middle.get("mfu"),
