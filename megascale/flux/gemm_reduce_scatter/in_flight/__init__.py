@@ -29,8 +29,8 @@ What it costs: a tile waits for its predecessor's, made one shard's time earlier
 late by more than that holds up others, which wait for its rows in the end anyway. A shard with less
 than a tile for every SM waits W - 2 times for the way over the link.
 
-**Why off by default**: it rounds more, and saves memory, not time: the link carries the same bytes,
-and the owner reads one tile where it read W - 1.
+**Why off by default**: it rounds more, and the link carries the same bytes. It saves memory, and
+the owner reads one tile where it read W - 1; what that is in time has not been measured.
 
 Turns of slots (`arena.py`) hold: a call completes on a rank when the tiles of its own shard have
 come, to which every peer has added, and so begun the call; also on a rank without rows. A flag is
