@@ -65,7 +65,8 @@ def hopper(
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from megascale.flux.gemm_reduce_scatter.in_flight.hopper import _arguments, in_flight_hopper
+    from megascale.flux.gemm_reduce_scatter.in_flight.hopper import in_flight_hopper
+    from megascale.flux.gemm_reduce_scatter.in_flight.hopper_launch import _arguments
 
     given, pointers = _tensors(dtype, layout, world, ODD), torch.zeros(world, dtype=torch.int64)
     arena, slot = _arena(deadline_ns), SimpleNamespace(rank=1, world_size=world)

@@ -37,5 +37,6 @@ come, to which every peer has added, and so begun the call; also on a rank witho
 set by the right neighbour in the call in which it is reset. (tests/flux/relays.py searches all
 interleavings, with calls of other forms between.)
 
-protocol.py  who does what when, in integers; config.py, launch.py; kernel.py  portable; hopper.py
+protocol.py  who does what when, in integers; config.py, launch.py; kernel.py  the portable kernel;
+hopper.py, hopper_launch.py  the one for sm_90
 """
