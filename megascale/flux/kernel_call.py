@@ -10,16 +10,22 @@ belongs to one problem, and to one group where the kernel has scratch memory (tw
 would share it). Addresses must keep the alignment that the compiler was told (16 bytes):
 `launch` refuses others.
 
+What a launch may fail at comes before it: `prepared` compiles and loads the kernel, and what it
+gives only launches. So a form prepares before it sends anything, or a kernel that does not compile
+would leave data and flags in the slots of peers. (Loading may also wait for kernels that run.)
+
 Who keeps `KernelCall`s keeps at most MOST_CALLS a kernel (`remembered.py`), some 10 KB each.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megascale.flux.driver import TENSOR_MAP_BYTES, TensorMapKind, current_stream, driver
@@ -39,7 +45,15 @@ def launch(
     kernel: Any, programs: int, arguments: dict[str, Any], constants: dict[str, Any]
 ) -> None:
     """`kernel[(programs,)](**arguments, **constants)` on the current stream of its tensors' device,
-    in a tenth of the host time after the first call with these integers.
+    in a tenth of the host time after the first call with these integers. Arguments: `prepared`.
+    """
+    prepared(kernel, programs, arguments, constants)()
+
+
+def prepared(
+    kernel: Any, programs: int, arguments: dict[str, Any], constants: dict[str, Any]
+) -> Callable[[], None]:
+    """What launches this on the stream that is current when it is called.
 
     arguments  tensors, ints and Nones in the order of the kernel's parameters, at least one tensor
     constants  constexprs and options
@@ -53,20 +67,32 @@ def launch(
         *[value.dtype if isinstance(value, Tensor) else value for value in arguments.values()],
         *constants.values(),
     )
-    call = _calls.get(key)
-    if call is not None and not any(tensor.data_ptr() % 16 for tensor in tensors):
-        call.launch(current_stream(device.index), tensors)
-        return
-    compiled = kernel[(programs,)](**arguments, **constants)
-    if device.type == "cuda" and not any(tensor.data_ptr() % 16 for tensor in tensors):
-        _calls[key] = KernelCall(compiled, arguments, programs)
+    is_aligned = not any(tensor.data_ptr() % 16 for tensor in tensors)
+    call = _calls.get(key) if is_aligned else None
+    if call is None:
+        compiled = loaded(kernel, device, arguments, constants)
+        if compiled is None or not is_aligned:
+            return partial(kernel[(programs,)], **arguments, **constants)
+        call = _calls[key] = KernelCall(compiled, arguments, programs)
+    return lambda: call.launch(current_stream(device.index), tensors)
+
+
+def loaded(
+    kernel: Any, device: torch.device, arguments: dict[str, Any], constants: dict[str, Any]
+) -> Any:
+    """The kernel as compiled for these, on the device and ready; None where it is interpreted."""
+    if device.type != "cuda":
+        return None
+    compiled = kernel.warmup(**arguments, grid=(1,), **constants)
+    assert compiled.run is not None  # what asks for it loads the kernel
+    return compiled
 
 
 class KernelCall:
     """One kernel, one problem.
 
-    compiled   what launching the kernel by Triton gave
-    arguments  those of that launch without the constexprs, by name: descriptors, tensors, ints
+    compiled   what `loaded`, or a launch by Triton, gave
+    arguments  what it was compiled for, without the constexprs, by name: descriptors, tensors, ints
     owner      an arena, whose scratch memory the kernel uses if it has any. Without one the memory
                goes with the call, which must then outlive the graphs that hold it
     Tensors of `launch` are those of the descriptors and pointers in the same order.

@@ -85,14 +85,14 @@ class Arrival:
         self.flags, self.per_source = flags, per_source
         base = slot.flags[slot.rank].data_ptr()
         self.addresses = [base + 4 * i for i in flags if i // per_source != slot.rank]
-        self.loaded = False  # the kernel that waits for them
+        self.loaded: set[int] = set()  # deadlines for which the kernel that waits is there
 
 
 class Lanes:
     """The current stream (lane 0) and, with `two`, the arena's second compute stream (lane 1).
 
     Lane i is lane i modulo 2; without a second one, and on CPU, all are the current stream. The
-    order of a call is `fork`, work inside `use`, `join`.
+    order of a call is `load`, what is sent, `fork`, work inside `use`, `join`.
     """
 
     def __init__(self, arena: Arena, *, two: bool) -> None:
@@ -107,6 +107,17 @@ class Lanes:
         self._by_kernel = (
             not self._on_cuda or arena.deadline_ns > 0 or torch.cuda.is_current_stream_capturing()
         )
+
+    def load(self, arrivals: Iterable[Arrival], slot: Slot) -> None:
+        """The kernels that `receive` may launch are compiled and loaded. Before anything is sent:
+        one that fails has then left nothing in the slots of peers. A capture finds them, too."""
+        deadline_ns = self._arena.deadline_ns
+        for arrival in arrivals:
+            if deadline_ns not in arrival.loaded:
+                from megascale.flux.symmetric.launch import waiting
+
+                waiting(self._arena, slot, arrival.flags, per_source=arrival.per_source)
+                arrival.loaded.add(deadline_ns)
 
     def fork(self) -> None:
         """Lane 1 waits for everything that the current stream has queued so far."""
@@ -137,16 +148,15 @@ class Lanes:
         By the stream itself, which needs no SM: a wait in a kernel gets its place beside a GEMM
         that fills the device only when that ends, and what follows it starts no earlier. Where the
         driver cannot, by a kernel of one program that spins: under capture, and in debug mode,
-        since the stream knows no deadline. The first time too, so that a capture finds it loaded.
+        since the stream knows no deadline.
 
         Every rank queues what it sends before it waits, so no wait is ahead of what a peer waits
         for, also where all streams share one queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
         """
-        if self._by_kernel or not arrival.loaded:
+        if self._by_kernel:
             from megascale.flux.symmetric.launch import wait_flags
 
             wait_flags(self._arena, slot, arrival.flags, per_source=arrival.per_source)
-            arrival.loaded = True
             return
         stream = self._handles[index % 2]
         for address in arrival.addresses:

@@ -10,8 +10,8 @@ x [rows, K] is row-major; the weight is [N, K] ("NK") or [K, N] ("KN").
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megascale.flux.driver import current_stream
 from megascale.flux.gemm_config import HOPPER, GemmConfig, capability_of
-from megascale.flux.kernel_call import MOST_CALLS, KernelCall
+from megascale.flux.kernel_call import MOST_CALLS, KernelCall, loaded
 from megascale.flux.problem import Layout
 from megascale.flux.remembered import Remembered
 from megascale.flux.signals import INTERPRETED
@@ -168,6 +168,31 @@ class Launches:
         present = [tensor for tensor in tensors if tensor is not None]
         call.launch(current_stream(present[0].device.index), present)
         return True
+
+    def prepared(
+        self,
+        key: tuple[Any, ...] | None,
+        tensors: Sequence[Tensor | None],
+        make: Callable[[], tuple[int, dict[str, Any], dict[str, Any]]],
+        config: GemmConfig,
+    ) -> Callable[[], None]:
+        """What launches with these tensors: compiled and loaded here, kept under the key if any.
+
+        make  gives (programs, arguments, constants)
+        """
+        call = None if key is None else self._calls.get(key)
+        present = [tensor for tensor in tensors if tensor is not None]
+        device = present[0].device
+        if call is None:
+            programs, arguments, constants = make()
+            constants = {
+                **constants, "num_stages": config.num_stages, "num_warps": config.num_warps
+            }  # fmt: skip
+            compiled = loaded(self._kernel, device, arguments, constants)
+            if key is None or compiled is None:
+                return partial(self._kernel[(programs,)], **arguments, **constants)
+            call = self._calls[key] = KernelCall(compiled, arguments, programs)
+        return lambda: call.launch(current_stream(device.index), present)
 
     def first(
         self,

@@ -287,7 +287,10 @@ def simulate_kernels(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
     """Waits and sums as operations of the current stream."""
     from megascale.flux.symmetric import launch
 
-    def wait_flags(arena: Arena, slot: Slot, indices: range, *, per_source: int = 1) -> None:
+    def waiting(
+        arena: Arena, slot: Slot, indices: range, *, per_source: int = 1, skip_own: bool = True
+    ) -> Callable[[], None]:
+        assert skip_own
         own = slot.flags[arena.rank]
         flags = [own[i : i + 1] for i in indices if i // per_source != arena.rank]
 
@@ -295,18 +298,18 @@ def simulate_kernels(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
             for flag in flags:
                 flag.zero_()
 
-        device.current.queue(clear, lambda: all(bool(flag) for flag in flags))
+        return lambda: device.current.queue(clear, lambda: all(bool(flag) for flag in flags))
 
-    def sum_parts(
+    def summing(
         out: Tensor, parts: Tensor, own: Tensor | None = None, rank: int = -1, bias: Any = None
-    ) -> None:
+    ) -> Callable[[], None]:
         def run() -> None:
             terms = [own if s == rank and own is not None else p for s, p in enumerate(parts)]
             total = torch.stack(terms).sum(0)
             out.copy_(total if bias is None else total + bias)
 
         assert parts.shape[1:] == out.shape, (parts.shape, out.shape)
-        device.current.queue(run)
+        return lambda: device.current.queue(run)
 
-    monkeypatch.setattr(launch, "wait_flags", wait_flags)
-    monkeypatch.setattr(launch, "sum_parts", sum_parts)
+    monkeypatch.setattr(launch, "waiting", waiting)
+    monkeypatch.setattr(launch, "summing", summing)

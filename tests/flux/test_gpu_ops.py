@@ -131,7 +131,7 @@ def _gemm_alone(case: Case, given: Inputs, config: Any) -> Tensor:
             case.layout,
             case.m,
             clear=True,
-        )
+        )()
     return out
 
 

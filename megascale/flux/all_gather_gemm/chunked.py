@@ -175,9 +175,10 @@ def all_gather_gemm(
             ("ag_gemm", num_rows, num_columns, dtype, config),
             lambda: _Plan(slot, num_rows, num_columns, dtype, config),
         )
+        lanes = Lanes(arena, two=config.two_streams or gathered)
+        lanes.load((arrival for arrival, _, _ in plan.parts), slot)
         source = x_tK.data_ptr()
         push(arena, plan.sends, source)
-        lanes = Lanes(arena, two=config.two_streams or gathered)
         lanes.fork()
         if gathered:
             lanes.copy(1, plan.own_address, source, plan.own_bytes)

@@ -55,7 +55,7 @@ def all_gather_gemm(
     """([y_TN of each weight], x_TK where `gathered`: valid until the next flux call but one).
 
     All tensors contiguous. `config` None: the default for the problem. Several weights are several
-    launches, of which the first gathers.
+    launches, of which the first gathers; all are compiled before it.
     """
     world_size, k = arena.world_size, x_tK.shape[1]
     m = x_tK.shape[0] * world_size if num_rows is None else num_rows
@@ -71,11 +71,13 @@ def all_gather_gemm(
         calls.append(call_of(arena, key, make))
     outputs = [x_tK.new_empty(m, n) for n in columns]
     with arena.turn(max(call.num_bytes for call in calls)) as slot:
-        for call, weight, bias, y_TN in zip(calls, weights, biases, outputs, strict=True):
-            call.launch(
-                x_tK, weight, bias, y_TN, slot.data_ptrs, slot.flag_ptrs, call.tickets,
-                arena.done, arena.report,
-            )  # fmt: skip
+        shared = (slot.data_ptrs, slot.flag_ptrs, calls[0].tickets, arena.done, arena.report)
+        tensors = [(x_tK, *term, *shared) for term in zip(weights, biases, outputs, strict=True)]
+        if len(calls) > 1:
+            for call, given in zip(calls, tensors, strict=True):
+                call.launch.load(*given)
+        for call, given in zip(calls, tensors, strict=True):
+            call.launch(*given)
         return outputs, slot.view(arena.rank, (m, k), x_tK.dtype) if gathered else None
 
 

@@ -17,6 +17,8 @@ Where BLOCK_M does not divide c (`STRADDLE`), tiles cover rows of two shards: on
 One file of more than 300 lines: the two roles and the order of tiles are read together.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -41,7 +43,7 @@ from megascale.flux.hopper_gemm import (
     tile_in_shard,
     weight_descriptor,
 )
-from megascale.flux.kernel_call import MOST_CALLS, KernelCall
+from megascale.flux.kernel_call import MOST_CALLS, KernelCall, loaded
 from megascale.flux.remembered import Remembered
 from megascale.flux.signals import wait_flag
 from megascale.flux.tiles import ceil_div
@@ -285,6 +287,26 @@ def launch(
 
     A slot of None is one rank: the plain GEMM of x_own, for comparison.
     """
+    prepared(
+        x_own, gathered_WcK, weight, bias, out, slot, arena, config, layout, num_rows, clear=clear
+    )()
+
+
+def prepared(
+    x_own: Tensor,
+    gathered_WcK: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    slot: Slot | None,
+    arena: Arena,
+    config: Any,
+    layout: str,
+    num_rows: int,
+    *,
+    clear: bool = True,
+) -> Callable[[], None]:
+    """What `launch` with these launches: compiled and loaded here, before rows are pushed."""
     world = 1 if slot is None else slot.world_size
     flags = arena.done if slot is None else slot.flags[slot.rank]
     x_first = x_own if x_own.shape[0] else gathered_WcK  # no own rows: any address will do
@@ -296,12 +318,11 @@ def launch(
     tensors = (x_first, gathered_WcK, weight, out, added, flags, arena.done, arena.report)
     call = _calls.get(key)
     if call is None or added.data_ptr() % 16:
-        _launch_first(key, tensors, bias, arena, config, layout, num_rows, world, clear)
-    else:
-        call.launch(current_stream(out.device.index), tensors)
+        return _made(key, tensors, bias, arena, config, layout, num_rows, world, clear)
+    return lambda: call.launch(current_stream(out.device.index), tensors)
 
 
-def _launch_first(
+def _made(
     key: tuple[Any, ...],
     tensors: tuple[Tensor, ...],
     bias: Tensor | None,
@@ -311,8 +332,11 @@ def _launch_first(
     num_rows: int,
     world: int,
     clear: bool,
-) -> None:
-    """The launch by Triton, which compiles; it is remembered as a `KernelCall`."""
+) -> Callable[[], None]:
+    """The launch of a kernel that is compiled now and remembered, if 16 bytes divide the addresses.
+
+    Else it is Triton's own, of a kernel for such addresses.
+    """
     x_first, gathered_WcK, weight, out, added, flags, done, report = tensors
     columns = weight.shape[0] if layout == "NK" else weight.shape[1]
     tiles_n = ceil_div(columns, config.block_n)
@@ -342,17 +366,20 @@ def _launch_first(
         "num_columns": columns,
     }
     programs = min(arena.num_sms, grid.num_tiles)
-    compiled = all_gather_gemm_hopper[(programs,)](
-        *arguments.values(),
-        STAGES=config.num_stages,
-        GROUP_M=config.group_m,
-        WORLD=world,
-        CHUNKS=grid.num_chunks,
-        KN=layout == "KN",
-        STRADDLE=grid.straddling,
-        HAS_BIAS=bias is not None,
-        CLEAR=clear and world > 1,
-        DEADLINE_NS=arena.deadline_ns,
-        num_warps=CONSUMER_WARPS.value,
-    )
-    _calls[key] = KernelCall(compiled, arguments, programs)
+    constants = {
+        "STAGES": config.num_stages,
+        "GROUP_M": config.group_m,
+        "WORLD": world,
+        "CHUNKS": grid.num_chunks,
+        "KN": layout == "KN",
+        "STRADDLE": grid.straddling,
+        "HAS_BIAS": bias is not None,
+        "CLEAR": clear and world > 1,
+        "DEADLINE_NS": arena.deadline_ns,
+        "num_warps": CONSUMER_WARPS.value,
+    }
+    compiled = loaded(all_gather_gemm_hopper, out.device, arguments, constants)
+    if added.data_ptr() % 16:
+        return partial(all_gather_gemm_hopper[(programs,)], **arguments, **constants)
+    call = _calls[key] = KernelCall(compiled, arguments, programs)
+    return lambda: call.launch(current_stream(out.device.index), tensors)

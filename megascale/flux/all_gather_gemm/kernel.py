@@ -18,7 +18,8 @@ At 128 x 256 x 64 with 3 stages on sm_90: 213 KB of shared memory, 160 registers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import triton
@@ -161,6 +162,26 @@ def launch(
     slot           None is one rank: the GEMM of x_own, which is `gathered_WcK` too
     clear          False keeps the flags for another launch over the same gather
     """
+    prepared(
+        x_own, gathered_WcK, weight, bias, out, slot, arena, config, layout, num_rows, clear=clear
+    )()
+
+
+def prepared(
+    x_own: Tensor,
+    gathered_WcK: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    slot: Slot | None,
+    arena: Arena,
+    config: FusedAllGather,
+    layout: Layout,
+    num_rows: int,
+    *,
+    clear: bool = True,
+) -> Callable[[], None]:
+    """What `launch` with these launches: compiled and loaded here, before rows are pushed."""
     x_first = x_own if x_own.shape[0] else gathered_WcK  # no own rows: any address will do
     flags = None if slot is None else slot.flags[slot.rank]
     operands = (x_first, gathered_WcK, weight, bias, out)
@@ -171,12 +192,11 @@ def launch(
             num_rows, gathered_WcK.shape, weight.shape, out.dtype, layout, config, bias is None,
             clear, slot is None, arena.rank, arena.num_sms, arena.deadline_ns, out.device,
         )  # fmt: skip
-        if _launches.again(key, tensors):
-            return
-    num_programs, arguments, constants = _arguments(
-        tensors, arena, config, layout, num_rows, clear=clear, are_aligned=key is not None
-    )
-    _launches.first(key, num_programs, arguments, constants, config)
+    make = partial(
+        _arguments, tensors, arena, config, layout, num_rows, clear=clear,
+        are_aligned=key is not None,
+    )  # fmt: skip
+    return _launches.prepared(key, tensors, make, config)
 
 
 def _arguments(

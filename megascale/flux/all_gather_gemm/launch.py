@@ -1,9 +1,10 @@
 """The form "fused": copy engines push the shard to every peer while one kernel multiplies what is
 there (Flux 3.2; order and flags: protocol.py).
 
-Pushes are enqueued on the copy stream before the kernel is launched, so that no hardware queue has
-them behind a kernel that waits for a peer's. Of several weights each has a launch; the first waits
-for the gather, the last resets the flags.
+Kernels are compiled and loaded first, so that one that cannot be has sent nothing. Then pushes are
+enqueued on the copy stream before a kernel is launched, so that no hardware queue has them behind a
+kernel that waits for a peer's. Of several weights each has a launch; the first waits for the
+gather, the last resets the flags.
 
 Legend: W ranks, T rows of all ranks, t rows of this rank (c of a full shard), K reduction, N
 columns of a weight.
@@ -55,7 +56,7 @@ def all_gather_gemm(
     k = x_tK.shape[1]
     if config is None:
         config = _default(num_rows, columns[0], k, world_size, x_tK.dtype, arena.device)
-    launch = _engine(config.engine)
+    prepared = _engine(config.engine)
     outputs = [x_tK.new_empty(num_rows, n) for n in columns]
     c = rows_per_rank(num_rows, world_size)
     with arena.turn(world_size * c * k * x_tK.element_size()) as slot:
@@ -64,14 +65,18 @@ def all_gather_gemm(
             (_Plan, num_rows, k, x_tK.dtype, config.block_m, config.chunks),
             lambda: _Plan(slot, num_rows, k, x_tK.dtype, config),
         )
+        launches = [
+            prepared(
+                x_tK, plan.x_WcK, weight, bias, y_TN, slot, arena, config, layout, num_rows,
+                clear=i == len(outputs) - 1,
+            )
+            for i, (weight, bias, y_TN) in enumerate(zip(weights, biases, outputs, strict=True))
+        ]  # fmt: skip
         push(arena, plan.sends, x_tK.data_ptr())
         if gathered or plan.straddling:
             plan.x_tK.copy_(x_tK)
-        for i, (weight, bias, y_TN) in enumerate(zip(weights, biases, outputs, strict=True)):
-            launch(
-                x_tK, plan.x_WcK, weight, bias, y_TN, slot, arena, config, layout, num_rows,
-                clear=i == len(outputs) - 1,
-            )  # fmt: skip
+        for launch in launches:
+            launch()
         arena.join()  # x may be overwritten by what follows on the current stream
     return outputs, plan.x_TK if gathered else None
 
@@ -114,6 +119,6 @@ def _default(
 
 @cache
 def _engine(name: str) -> Any:
-    """The `launch` of an engine; its module imports triton."""
+    """The `prepared` of an engine; its module imports triton."""
     module = "hopper" if name == "hopper" else "kernel"
-    return import_module(f"megascale.flux.all_gather_gemm.{module}").launch
+    return import_module(f"megascale.flux.all_gather_gemm.{module}").prepared

@@ -133,10 +133,16 @@ class Launch:
         self._constants = {**constants, **plan.constants}
         self._phases: list[Prepared] = []
 
-    def __call__(self, *tensors: Tensor | None) -> None:
-        """With the kernel's tensors in its order."""
+    def load(self, *tensors: Tensor | None) -> None:
+        """The kernel is compiled for such tensors and loaded; once."""
         if not self._phases:
             self._phases = self._prepare(tensors)
+            for phase in self._phases:
+                phase.load(*tensors)
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """With the kernel's tensors in its order."""
+        self.load(*tensors)
         for phase in self._phases:
             phase.launch(*tensors)
 

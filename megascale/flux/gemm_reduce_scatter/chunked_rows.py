@@ -6,6 +6,7 @@ rows of a block, K local reduction, N columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -183,6 +184,8 @@ def queue_rows(
     )
     partial_RN = x_TK.new_empty(plan.partial_rows, num_columns) if plan.partial_rows else y_tN
     lanes = Lanes(arena, two=config.two_streams)
+    lanes.load((own.arrival for own in plan.own), slot)
+    sums = [_sum_of(own, y_tN, bias_N, slot, config) for own in plan.own]  # before anything is sent
     lanes.fork()
     done = 0
     for lane, remote in enumerate(plan.remote):
@@ -197,11 +200,11 @@ def queue_rows(
             push(arena, remote.sends, partial_RN.data_ptr() + done * num_columns * dtype.itemsize)
         done += rows
     queue_own = _queue_folded if config.fold else _queue_summed
-    for lane, own in enumerate(plan.own, start=len(plan.remote)):
+    for lane, (own, add) in enumerate(zip(plan.own, sums, strict=True), start=len(plan.remote)):
         with lanes.use(lane):
             x_bK = x_TK[own.first : own.end]
             y_bN = _rows(y_tN, own.start, own.stop)
-            queue_own(x_bK, weight_KN, bias_N, y_bN, own, lanes, lane, slot)
+            queue_own(x_bK, weight_KN, bias_N, y_bN, own, lanes, lane, slot, add)
     lanes.join()
     arena.join()
 
@@ -211,27 +214,40 @@ def _rows(tensor: Tensor, first: int, end: int) -> Tensor:
     return tensor if end - first == tensor.shape[0] else tensor[first:end]
 
 
+def _sum_of(
+    own: _Own, y_tN: Tensor, bias_N: Tensor | None, slot: Slot, config: ChunkedReduceScatter
+) -> Callable[[], None] | None:
+    """The launch that adds what was received for a block; None: there is nothing to add up."""
+    from megascale.flux.symmetric.launch import summing
+
+    if own.stop == own.start or (config.fold and slot.world_size == 2 and bias_N is None):
+        return None
+    y_bN = _rows(y_tN, own.start, own.stop)
+    if config.fold:
+        return summing(y_bN, own.parts_SbN, bias=bias_N)
+    return summing(y_bN, own.parts_SbN, own=y_bN, rank=slot.rank)
+
+
 def _queue_folded(
     x_bK: Tensor,
     weight_KN: Tensor,
-    bias_N: Tensor | None,
+    _bias_N: Tensor | None,  # is added with what was received
     y_bN: Tensor,
     own: _Own,
     lanes: Lanes,
     lane: int,
     slot: Slot,
+    add: Callable[[], None] | None,
 ) -> None:
-    """y = what was received, then y += own product."""
-    from megascale.flux.symmetric.launch import sum_parts
-
+    """y = what was received (of one peer as it is), then y += own product."""
     lanes.receive(lane, own.arrival, slot)
     if own.stop == own.start:
         return
-    if slot.world_size == 2 and bias_N is None:
+    if add is None:
         num_bytes = (own.stop - own.start) * y_bN.shape[1] * y_bN.element_size()
         lanes.copy(lane, y_bN.data_ptr(), own.address, num_bytes)
     else:
-        sum_parts(y_bN, own.parts_SbN, bias=bias_N)
+        add()
     y_bN.addmm_(x_bK, weight_KN)
 
 
@@ -244,15 +260,14 @@ def _queue_summed(
     lanes: Lanes,
     lane: int,
     slot: Slot,
+    add: Callable[[], None] | None,
 ) -> None:
     """y = own product, then in place its sum with what was received."""
-    from megascale.flux.symmetric.launch import sum_parts
-
     if own.stop > own.start:
         if bias_N is None:
             torch.mm(x_bK, weight_KN, out=y_bN)
         else:
             torch.addmm(bias_N, x_bK, weight_KN, out=y_bN)
     lanes.receive(lane, own.arrival, slot)
-    if own.stop > own.start:
-        sum_parts(y_bN, own.parts_SbN, own=y_bN, rank=slot.rank)
+    if add is not None:
+        add()

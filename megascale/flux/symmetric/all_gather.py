@@ -17,6 +17,7 @@ D columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from megascale.errors import FluxError
 from megascale.flux.symmetric import sizes
-from megascale.flux.symmetric.launch import wait_flags
+from megascale.flux.symmetric.launch import waiting
 from megascale.flux.symmetric.one_shot.launch import block_w, key_of
 from megascale.flux.symmetric.prepared import Prepared
 from megascale.flux.tiles import rows_per_rank, shard_rows
@@ -56,8 +57,7 @@ def all_gather(
             transport = "in_band" if fits else "copy_engine" if large else "flags"
         assert transport != "in_band" or fits, (tuple(x_tD.shape), share_bytes)
         if transport == "copy_engine":
-            _send_by_copies(x_tD, arena, slot, num_rows)
-            return _receive_copies(x_tD, arena, slot, num_rows)
+            return _Copies(x_tD, arena, slot, num_rows).receive()
         return _by_kernel(x_tD, arena, slot, num_rows, in_band=transport == "in_band")
 
 
@@ -67,20 +67,14 @@ class Gathering:
     At most one other flux call of the group may lie between start and wait.
     """
 
-    def __init__(self, x_tD: Tensor, arena: Arena, slot: Slot | None, num_rows: int) -> None:
-        self._x_tD = x_tD  # alive until the copies have read it
-        self._arena = arena
-        self._slot = slot
-        self._num_rows = num_rows
+    def __init__(self, receive: Callable[[], Tensor]) -> None:
+        self._receive = receive
         self._value: Tensor | None = None
 
     def wait(self) -> Tensor:
         """x_TD: a view of the slot."""
         if self._value is None:
-            if self._slot is None:
-                self._value = self._x_tD
-            else:
-                self._value = _receive_copies(self._x_tD, self._arena, self._slot, self._num_rows)
+            self._value = self._receive()
         return self._value
 
 
@@ -89,11 +83,10 @@ def start_all_gather(x_tD: Tensor, arena: Arena, num_rows: int | None = None) ->
     num_rows = _rows(x_tD, arena, num_rows)
     x_tD = x_tD.contiguous()
     if arena.world_size == 1 or num_rows * x_tD.shape[1] == 0:
-        return Gathering(x_tD, arena, None, num_rows)
+        return Gathering(lambda: x_tD)
     share_bytes = rows_per_rank(num_rows, arena.world_size) * x_tD.shape[1] * x_tD.element_size()
     with arena.turn(arena.world_size * share_bytes) as slot:
-        _send_by_copies(x_tD, arena, slot, num_rows)
-        return Gathering(x_tD, arena, slot, num_rows)
+        return Gathering(_Copies(x_tD, arena, slot, num_rows).receive)
 
 
 def _rows(x_tD: Tensor, arena: Arena, num_rows: int | None) -> int:
@@ -119,25 +112,34 @@ def _fits_in_band(x_tD: Tensor, share_bytes: int, slot: Slot) -> bool:
     )
 
 
-def _send_by_copies(x_tD: Tensor, arena: Arena, slot: Slot, num_rows: int) -> None:
-    """The own shard into every slot, each followed by its flag; a rank without rows sends flags."""
-    world_size, rank = arena.world_size, arena.rank
-    row_bytes = x_tD.shape[1] * x_tD.element_size()
-    offset = rank * rows_per_rank(num_rows, world_size) * row_bytes
-    num_bytes, source = x_tD.shape[0] * row_bytes, x_tD.data_ptr()
-    arena.fork()
-    for step in range(1, world_size):
-        peer = (rank - step) % world_size
-        flag = slot.flags[peer].data_ptr() + 4 * rank
-        arena.send(slot.data[peer].data_ptr() + offset, source, num_bytes, flag)
-    if num_bytes:
-        slot.view(rank, x_tD.shape, x_tD.dtype, offset).copy_(x_tD)
+class _Copies:
+    """The own shard on its way into every slot, each followed by its flag; or flags without rows.
 
+    The kernel that waits is loaded before anything is sent.
+    """
 
-def _receive_copies(x_tD: Tensor, arena: Arena, slot: Slot, num_rows: int) -> Tensor:
-    wait_flags(arena, slot, range(arena.world_size))
-    arena.join()
-    return slot.view(arena.rank, (num_rows, x_tD.shape[1]), x_tD.dtype)
+    def __init__(self, x_tD: Tensor, arena: Arena, slot: Slot, num_rows: int) -> None:
+        world_size, rank = arena.world_size, arena.rank
+        self._x_tD = x_tD  # alive until the copies have read it
+        self._arena = arena
+        self._x_TD = slot.view(rank, (num_rows, x_tD.shape[1]), x_tD.dtype)
+        self._wait = waiting(arena, slot, range(world_size))
+        row_bytes = x_tD.shape[1] * x_tD.element_size()
+        offset = rank * rows_per_rank(num_rows, world_size) * row_bytes
+        num_bytes, source = x_tD.shape[0] * row_bytes, x_tD.data_ptr()
+        arena.fork()
+        for step in range(1, world_size):
+            peer = (rank - step) % world_size
+            flag = slot.flags[peer].data_ptr() + 4 * rank
+            arena.send(slot.data[peer].data_ptr() + offset, source, num_bytes, flag)
+        if num_bytes:
+            slot.view(rank, x_tD.shape, x_tD.dtype, offset).copy_(x_tD)
+
+    def receive(self) -> Tensor:
+        """x_TD, when all of it has come."""
+        self._wait()
+        self._arena.join()
+        return self._x_TD
 
 
 def _by_kernel(x_tD: Tensor, arena: Arena, slot: Slot, num_rows: int, *, in_band: bool) -> Tensor:

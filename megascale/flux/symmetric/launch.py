@@ -4,6 +4,9 @@
     sum_parts(out_cN, parts_WcN, own=own_cN, rank=arena.rank, bias=bias_N)
     sum_arrived(out_cN, parts_WcN, arena, slot, own=own_cN)   # the same, waiting for flags itself
 
+Each has a twin, `waiting`, `summing` and `summing_arrived`, which compiles and loads the kernel and
+gives what launches it, for forms that send in between (`kernel_call.py`).
+
 Cost: a launch each (about 2 us in a graph); the sum runs at the speed of memory.
 
 Legend: W ranks, c rows of a part, N columns.
@@ -11,6 +14,7 @@ Legend: W ranks, c rows of a part, N columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -32,15 +36,24 @@ def wait_flags(
 ) -> None:
     """The current stream waits until this rank's flags `indices` are set, and clears them.
 
-    per_source  flags a source: flag i was set by rank i // per_source (for the report)
-    skip_own    leave out the flags that would be this rank's own
     One program that spins: never behind it on the stream what a peer waits for.
     """
-    from megascale.flux.kernel_call import launch
+    waiting(arena, slot, indices, per_source=per_source, skip_own=skip_own)()
+
+
+def waiting(
+    arena: Arena, slot: Slot, indices: range, *, per_source: int = 1, skip_own: bool = True
+) -> Callable[[], None]:
+    """What launches `wait_flags`.
+
+    per_source  flags a source: flag i was set by rank i // per_source (for the report)
+    skip_own    leave out the flags that would be this rank's own
+    """
+    from megascale.flux.kernel_call import prepared
     from megascale.flux.symmetric.kernel import wait_flags_kernel
 
     if not len(indices) or (arena.world_size == 1 and skip_own):
-        return
+        return _nothing
     arguments = {
         "flag_ptrs": slot.flag_ptrs,
         "report_ptr": arena.report,
@@ -56,7 +69,7 @@ def wait_flags(
         "DEADLINE_NS": arena.deadline_ns,
         "num_warps": 1,
     }
-    launch(wait_flags_kernel, 1, arguments, constants)
+    return prepared(wait_flags_kernel, 1, arguments, constants)
 
 
 def sum_parts(
@@ -66,14 +79,25 @@ def sum_parts(
     rank: int = -1,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """out_cN = sum over the parts in rank order, in fp32, plus bias [N]; returns it.
+    """out_cN = sum over the parts in rank order, in fp32, plus bias [N]; returns it."""
+    summing(out_cN, parts_WcN, own, rank, bias)()
+    return out_cN
+
+
+def summing(
+    out_cN: Tensor,
+    parts_WcN: Tensor,
+    own: Tensor | None = None,
+    rank: int = -1,
+    bias: Tensor | None = None,
+) -> Callable[[], None]:
+    """What launches `sum_parts`.
 
     own   [c, N] replaces part `rank` (what this rank computed need not be copied into the slot)
     All may have strides between rows, none between columns. 16-byte accesses where rows are
     multiples of 16 elements.
     """
-    _launch_sum(out_cN, parts_WcN, own, bias, rank, _NO_FLAGS, _NO_WAIT)
-    return out_cN
+    return _summing(out_cN, parts_WcN, own, bias, rank, _NO_FLAGS, _NO_WAIT)
 
 
 def sum_arrived(
@@ -89,7 +113,36 @@ def sum_arrived(
     rows_per_flag: int | None = None,
     counter: int = 0,
 ) -> Tensor:
-    """`sum_parts` in which every program waits for the flags of its rows; clears them at the end.
+    """`sum_parts` in which every program waits for the flags of its rows; the last clears them."""
+    summing_arrived(
+        out_cN,
+        parts_WcN,
+        arena,
+        slot,
+        own=own,
+        bias=bias,
+        first_flag=first_flag,
+        flags_per_source=flags_per_source,
+        rows_per_flag=rows_per_flag,
+        counter=counter,
+    )()
+    return out_cN
+
+
+def summing_arrived(
+    out_cN: Tensor,
+    parts_WcN: Tensor,
+    arena: Arena,
+    slot: Slot,
+    *,
+    own: Tensor | None = None,
+    bias: Tensor | None = None,
+    first_flag: int = 0,
+    flags_per_source: int | None = None,
+    rows_per_flag: int | None = None,
+    counter: int = 0,
+) -> Callable[[], None]:
+    """What launches `sum_arrived`.
 
     Flag of (source, row): first_flag + source * flags_per_source + row // rows_per_flag. By default
     one flag a source.
@@ -101,8 +154,7 @@ def sum_arrived(
     flags_per_source = num_flags if flags_per_source is None else flags_per_source
     if out_cN.numel() == 0:  # the call is still a dependency on every peer (arena.py)
         everybody = range(first_flag, first_flag + arena.world_size * flags_per_source)
-        wait_flags(arena, slot, everybody[::flags_per_source], per_source=flags_per_source)
-        return out_cN
+        return waiting(arena, slot, everybody[::flags_per_source], per_source=flags_per_source)
     arguments = {
         "flag_ptrs": slot.flag_ptrs,
         "done_ptr": arena.done[4 * counter :],
@@ -116,8 +168,11 @@ def sum_arrived(
         "BLOCK_F": min(32, next_power_of_2(max(1, (arena.world_size - 1) * num_flags))),
         "DEADLINE_NS": arena.deadline_ns,
     }
-    _launch_sum(out_cN, parts_WcN, own, bias, arena.rank, arguments, constants)
-    return out_cN
+    return _summing(out_cN, parts_WcN, own, bias, arena.rank, arguments, constants)
+
+
+def _nothing() -> None:
+    """Nobody is waited for, or nothing is summed."""
 
 
 _NO_FLAGS = {
@@ -131,7 +186,7 @@ _NO_FLAGS = {
 _NO_WAIT = {"WAIT": False, "BLOCK_F": 1, "DEADLINE_NS": 0}
 
 
-def _launch_sum(
+def _summing(
     out_cN: Tensor,
     parts_WcN: Tensor,
     own: Tensor | None,
@@ -139,8 +194,8 @@ def _launch_sum(
     rank: int,
     flags: dict[str, Any],
     wait: dict[str, Any],
-) -> None:
-    from megascale.flux.kernel_call import launch
+) -> Callable[[], None]:
+    from megascale.flux.kernel_call import prepared
     from megascale.flux.symmetric.kernel import sum_parts_kernel
 
     rows, columns = out_cN.shape
@@ -149,7 +204,7 @@ def _launch_sum(
     for tensor in (out_cN, parts_WcN, own, bias):
         assert tensor is None or tensor.shape[-1] == 1 or tensor.stride(-1) == 1, tensor.stride()
     if out_cN.numel() == 0:
-        return
+        return _nothing
     block_c = min(_MAX_COLUMNS, next_power_of_2(columns))
     block_r = min(_TILE // block_c, next_power_of_2(rows))
     arguments = {
@@ -180,4 +235,5 @@ def _launch_sum(
         "num_warps": 8,
         **wait,
     }
-    launch(sum_parts_kernel, -(-rows // block_r) * -(-columns // block_c), arguments, constants)
+    programs = -(-rows // block_r) * -(-columns // block_c)
+    return prepared(sum_parts_kernel, programs, arguments, constants)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megascale.flux.symmetric import sizes
 from megascale.flux.symmetric.config import DEFAULT, Sums
-from megascale.flux.symmetric.launch import sum_arrived
+from megascale.flux.symmetric.launch import summing_arrived
 from megascale.flux.symmetric.one_shot.launch import check_summable, sum_over_ranks
 from megascale.flux.tiles import rows_per_rank, shard_rows
 
@@ -66,28 +66,28 @@ def _by_copies(x_TD: Tensor, y_tD: Tensor, arena: Arena) -> None:
     num_chunks = sizes.chunks(c * row_bytes, c)
     rows = -(-c // num_chunks)
     num_chunks = -(-c // rows)
+    first, end = shard_rows(num_rows, world_size, rank)
     with arena.turn(world_size * c * row_bytes) as slot:
-        arena.fork()
-        for chunk in range(num_chunks):
-            for step in range(1, world_size):
-                peer = (rank - step) % world_size
-                first, end = shard_rows(num_rows, world_size, peer)
-                start, stop = (min(first + (chunk + i) * rows, end) for i in (0, 1))
-                arena.send(
-                    slot.data[peer].data_ptr() + (rank * c + start - first) * row_bytes,
-                    x_TD.data_ptr() + start * row_bytes,
-                    (stop - start) * row_bytes,
-                    slot.flags[peer].data_ptr() + 4 * (rank * num_chunks + chunk),
-                )
-        first, end = shard_rows(num_rows, world_size, rank)
-        parts = slot.view(rank, (world_size, c, columns), x_TD.dtype)[:, : end - first]
-        sum_arrived(
+        sum_as_they_come = summing_arrived(
             y_tD,
-            parts,
+            slot.view(rank, (world_size, c, columns), x_TD.dtype)[:, : end - first],
             arena,
             slot,
             own=x_TD[first:end],
             flags_per_source=num_chunks,
             rows_per_flag=rows,
         )
+        arena.fork()
+        for chunk in range(num_chunks):
+            for step in range(1, world_size):
+                peer = (rank - step) % world_size
+                there, end = shard_rows(num_rows, world_size, peer)
+                start, stop = (min(there + (chunk + i) * rows, end) for i in (0, 1))
+                arena.send(
+                    slot.data[peer].data_ptr() + (rank * c + start - there) * row_bytes,
+                    x_TD.data_ptr() + start * row_bytes,
+                    (stop - start) * row_bytes,
+                    slot.flags[peer].data_ptr() + 4 * (rank * num_chunks + chunk),
+                )
+        sum_as_they_come()
         arena.join()
