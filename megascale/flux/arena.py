@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,7 @@ _ONES = 4096
 _COUNT_WORDS = 1024  # of the barrier; a rank each
 
 _arenas: dict[str, Arena] = {}
+_counters: WeakKeyDictionary[Any, dict[str, Tensor]] = WeakKeyDictionary()  # of an arena, by form
 
 
 class Slot:
@@ -103,6 +105,7 @@ class Arena:
         self._fork_handle, self._joined_handle = self._fork.cuda_event, self._joined.cuda_event
         self._slots: list[Slot] = []
         self._counts: Tensor | None = None
+        self._words: list[Tensor] = []  # of this rank: what is zero between calls
         self._memory: Any = None
         self._retired: list[Any] = []  # memory whose addresses captured graphs hold
         self._outgrown: Any = None  # memory that the call before may still be read from
@@ -225,6 +228,20 @@ class Arena:
         if num_bytes > self.capacity:
             self._allocate(-(-num_bytes // _GRANULE) * _GRANULE)
 
+    def reset(self) -> None:
+        """Flags, counters, report and turn as in a new arena. Collective.
+
+        For what a call has left that not all ranks could make (a candidate of the tuner that was
+        excluded): a later call would take it for its own. No call may be pending, and no gather
+        that was started. Graphs that were captured may be replayed afterwards.
+        """
+        self._quiesce()
+        for words in (*self._words, self.done, self.report, *_counters.get(self, {}).values()):
+            words.zero_()
+        self._turn = 0
+        self._stream = self._capture = None
+        self._quiesce()  # nobody sets a flag that its owner then zeroes
+
     def _allocate(self, capacity: int) -> None:
         import torch.distributed._symmetric_memory as symm_mem
 
@@ -241,6 +258,7 @@ class Arena:
         self._quiesce()  # nobody sets a flag that its owner then zeroes
         words = [handle.get_buffer(r, (header,), torch.int32) for r in range(self.world_size)]
         self._counts = torch.tensor([w.data_ptr() for w in words], device=self.device)
+        self._words = [words[self.rank]]
         self._slots = []
         for slot in range(NUM_SLOTS):
             first = _COUNT_WORDS + slot * NUM_FLAGS
@@ -280,6 +298,24 @@ class Arena:
         token = torch.zeros(1, device=self.device)
         dist.all_reduce(token, group=self.group)
         torch.cuda.synchronize(self.device)
+
+
+def zeros_of(arena: Any, what: str, count: int) -> Tensor:
+    """int32 [count] of this rank, zero between calls: what kernels of a form count. They put it
+    back themselves, and `Arena.reset` does.
+
+    arena  or what stands for one
+    Raises FluxError at a first call inside a capture, where they would belong to the graph.
+    """
+    found = _counters.setdefault(arena, {})
+    if what not in found:
+        if arena.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise FluxError(
+                f"{what} are allocated at the first call of a form, and this one is inside a "
+                "capture; call it once before"
+            )
+        found[what] = torch.zeros(count, dtype=torch.int32, device=arena.one.device)
+    return found[what]
 
 
 def _made_event() -> torch.cuda.Event:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from megascale.errors import FluxError
@@ -38,7 +37,7 @@ _RESERVING = ("nccl", "few_rows", "fused", "chunked")  # or only on `arena.num_s
 
 def choose(problem: Problem, call: Call, arena: Arena, settings: Settings, when: Mode) -> Bound:
     """The form, bound to `arena`. Collective at the group's first, and where it measures."""
-    cache, tuner = _tuner_of(arena.group, settings.cache, arena.device)
+    cache, tuner = _tuner_of(arena, settings.cache)
     key = _class_of(problem, arena, settings, when, cache)
     allowed = _allowed(settings)
     unasked = set(on_request(call.op)) - set(settings.asked)
@@ -76,7 +75,7 @@ def choose_pair(problem: Problem, arena: Arena, settings: Settings, when: Mode) 
 
     problem  of both together. It was tuned, if at all, as one product of its size.
     """
-    cache, _ = _tuner_of(arena.group, settings.cache, arena.device)
+    cache, _ = _tuner_of(arena, settings.cache)
     key = Key.of(problem, when, device=arena.device)
     by_rule = default_form(key.problem, when) == "fused"
     if settings.mode == "chunked" or not settings.spin or not (by_rule or settings.mode == "fused"):
@@ -130,15 +129,14 @@ def _of_some(key: Key, candidates: Sequence[Candidate], cache: TuningCache) -> C
 _tuners: dict[tuple[str, str | None], tuple[dist.ProcessGroup, TuningCache, Tuner]] = {}
 
 
-def _tuner_of(
-    group: dist.ProcessGroup, path: str | None, device: torch.device
-) -> tuple[TuningCache, Tuner]:
+def _tuner_of(arena: Arena, path: str | None) -> tuple[TuningCache, Tuner]:
     """The tuner of a group and file. Making it is collective."""
+    group = arena.group
     found = _tuners.get((group.group_name, path))
     if found is None or found[0] is not group:
         cache = TuningCache() if path is None else TuningCache.load(path)
         cache.replace([*TuningCache.load(SHIPPED).entries(), *cache.entries()])
-        timer = EagerTimer(group) if device.type == "cuda" else HostTimer(group)
-        found = group, cache, Tuner(cache, group, timer)
+        timer = EagerTimer(group) if arena.device.type == "cuda" else HostTimer(group)
+        found = group, cache, Tuner(cache, group, timer, arena=arena)
         _tuners[group.group_name, path] = found
     return found[1:]

@@ -12,6 +12,9 @@ is collective; do it before the timed steps and never while a graph is captured.
 Invariant: the choice is the same on all ranks. The cache is rank 0's, sent to the group when the
 tuner is made; times are the maximum over ranks before they are compared; ties go by name; a
 candidate that is wrong on one rank is wrong on all.
+
+Measuring takes many turns of the arena. A gather that was started before is ended first; a gathered
+input of an earlier call is not valid afterwards.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ import torch
 import torch.distributed as dist
 
 from megascale.errors import FluxError
+from megascale.flux.arena import Arena
 from megascale.flux.default_rule import OTHERWISE, default_form
+from megascale.flux.symmetric.all_gather import keep_started
 from megascale.flux.timing import (
     Probe,
     Timer,
@@ -84,12 +89,18 @@ class Tuner:
         *,
         tune: Tune = "cache",
         num_rounds: int = 5,
+        arena: Arena | None = None,
     ) -> None:
+        """
+        arena  through which candidates exchange; reset after one of them was excluded, since it may
+               have left flags there, and turns that the ranks do not agree about
+        """
         self.tune = tune
         self._cache = cache
         self._group = group
         self._timer = timer
         self._num_rounds = num_rounds
+        self._arena = arena
         self._known: dict[Key, Choice] = {}
         self._warned: set[Key] = set()
         if group is not None and group.size() > 1:
@@ -138,6 +149,8 @@ class Tuner:
                 f'tune="now" would measure {key.op} while a CUDA graph is captured; call it once '
                 'before the capture, or use tune="cache"'
             )
+        if self._arena is not None:
+            keep_started(self._arena)
         by_label = {c.label: c for c in sorted(candidates, key=lambda c: c.label)}
         assert len(by_label) == len(candidates), [c.label for c in candidates]
         ms = self._times(self._probes(self._right(by_label)))
@@ -178,7 +191,7 @@ class Tuner:
                 problem = mismatch(tensors_of(candidate.run()), wanted)
             except Exception as error:  # noqa: BLE001 - a candidate is tried: its failure is its end
                 problem = f"fails: {error}"
-            if agreed(label, problem, self._group):
+            if self._agreed(label, problem):
                 right[label] = candidate
         return dict(sorted(right.items()))
 
@@ -193,9 +206,16 @@ class Tuner:
                 if label == REFERENCE:
                     raise
                 problem = f"cannot be timed: {error}"
-            if not agreed(label, problem, self._group):
+            if not self._agreed(label, problem):
                 probes.pop(label, None)
         return probes
+
+    def _agreed(self, label: str, problem: str) -> bool:
+        """Whether the candidate stays; where it does not, what it left is cleared away."""
+        stays = agreed(label, problem, self._group)
+        if not stays and self._arena is not None:
+            self._arena.reset()
+        return stays
 
 
 def agreed(label: str, problem: str, group: dist.ProcessGroup | None) -> bool:

@@ -99,6 +99,13 @@ class SharedArena(Arena):
     def barrier(self) -> None:
         dist.barrier(self.group)
 
+    def reset(self) -> None:
+        super().reset()
+        self.turns += -self.turns % NUM_SLOTS  # turns begin again at slot 0
+
+    def _quiesce(self) -> None:
+        dist.barrier(self.group)
+
     def reserve(self, num_bytes: int) -> None:
         if num_bytes <= self.capacity:
             return
@@ -124,6 +131,7 @@ class SharedArena(Arena):
                 path.unlink()
             folder.rmdir()
         self._slots = [Slot(self.rank, data[t], flags[t], self.device) for t in turns]
+        self._words = [slot.flags[self.rank] for slot in self._slots]
         self.turns += -self.turns % NUM_SLOTS  # turns begin again at slot 0
 
 

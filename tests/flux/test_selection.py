@@ -71,6 +71,9 @@ class Machine:
             raise FluxError(f"x is {arguments[1].dtype}; kernels take bf16")
         return problem.check(*arguments, names=names)
 
+    def reset(self) -> None:
+        """Nothing is left: forms only answer."""
+
     def _form(self, name: str) -> Any:
         def form(x: Tensor, weight: Tensor, bias: Any, ranks: Any, **options: Any) -> Tensor:
             self.calls.append((name, options.get("config")))

@@ -175,6 +175,7 @@ class Check:
         )
         if agreed(f"{self._work.case}: {name}", problem, self._world.group):
             return True
+        self._world.reset()
         self._excluded[name] = problem or "wrong on another rank"
         return False
 
@@ -200,6 +201,7 @@ def _probes(
         problem = _attempt(lambda name=name, run=run: prepare(name, run))  # type: ignore[misc]
         if not agreed(name, problem, world.group):
             probes.pop(name, None)
+            world.reset()
             excluded[name] = problem or "fails on another rank"
     return probes
 

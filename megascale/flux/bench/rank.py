@@ -119,6 +119,7 @@ class Bench:
             timer,
             tune=self._options.tune,
             num_rounds=TUNING_ROUNDS,
+            arena=self._world.arena if isinstance(self._world.arena, Arena) else None,
         )
         for number, case in enumerate(cases):
             spent_s = slowest_rank({"s": time.monotonic() - self._start}, self._world.group)["s"]

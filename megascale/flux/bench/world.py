@@ -101,6 +101,11 @@ class World:
             return 0
         return NUM_SLOTS * (self.arena.capacity + 4 * NUM_FLAGS)
 
+    def reset(self) -> None:
+        """What a method left that not all ranks could call is cleared away."""
+        if not isinstance(self.arena, GroupOnly):
+            self.arena.reset()
+
     def poison(self) -> None:
         """NaN into every slot, so that nothing right is left there by another form's call."""
         if isinstance(self.arena, GroupOnly):

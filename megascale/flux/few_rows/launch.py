@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from megascale.errors import FluxError
+from megascale.flux.arena import zeros_of
 from megascale.flux.few_rows.config import FewRows, block_m_of, candidates, programs_an_sm
 from megascale.flux.gemm_config import capability_of
 from megascale.flux.problem import Layout, Op, Problem
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from megascale.flux.arena import Arena
 
 _MAX_TILES = 8192  # with splits: one ticket each
-_tickets: WeakKeyDictionary[Arena, Tensor] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -96,17 +95,8 @@ def default_config(op: Op, m: int, n: int, k: int, arena: Arena, dtype: torch.dt
 
 
 def tickets_of(arena: Arena) -> Tensor:
-    """int32 words of this rank, zero between calls: splits of a tile that have come and gone.
-
-    Raises FluxError at a first call inside a capture, where they would belong to the graph.
-    """
-    found = _tickets.get(arena)
-    if found is None:
-        if arena.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise FluxError("the first call of this form is inside a capture; call it once before")
-        found = torch.zeros(_MAX_TILES, dtype=torch.int32, device=arena.device)
-        _tickets[arena] = found
-    return found
+    """One a tile: its splits that have come and gone."""
+    return zeros_of(arena, "tickets", _MAX_TILES)
 
 
 class Launch:

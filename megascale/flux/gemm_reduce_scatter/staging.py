@@ -18,11 +18,11 @@ it likes; in a capture, which knows no waits of a stream, none does.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from megascale.flux.arena import zeros_of
 from megascale.flux.driver import driver
 from megascale.flux.gemm_reduce_scatter.protocol import ScatterTiles
 from megascale.flux.lanes import remembered
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from megascale.flux.arena import Arena, Slot
 
 MAX_CHUNKS = 1024  # of a call
-_counters: WeakKeyDictionary[Arena, Tensor] = WeakKeyDictionary()
 
 
 class Staging:
@@ -103,8 +102,4 @@ def staging_of(
 
 def counters_of(arena: Arena) -> Tensor:
     """Shared by all problems of a group: its calls come one after another."""
-    found = _counters.get(arena)
-    if found is None:
-        found = torch.zeros(MAX_CHUNKS, dtype=torch.int32, device=arena.one.device)
-        _counters[arena] = found
-    return found
+    return zeros_of(arena, "counters of chunks", MAX_CHUNKS)

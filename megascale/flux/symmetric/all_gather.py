@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -67,9 +68,10 @@ class Gathering:
     At most one other flux call of the group may lie between start and wait.
     """
 
-    def __init__(self, receive: Callable[[], Tensor]) -> None:
+    def __init__(self, arena: Arena, receive: Callable[[], Tensor]) -> None:
         self._receive = receive
         self._value: Tensor | None = None
+        _started.setdefault(arena, WeakSet()).add(self)
 
     def wait(self) -> Tensor:
         """x_TD: a view of the slot."""
@@ -77,16 +79,30 @@ class Gathering:
             self._value = self._receive()
         return self._value
 
+    def keep(self) -> None:
+        """Wait now; the rows are kept apart from the slot, for which later calls may take turns."""
+        if self._value is None:
+            self._value = self._receive().clone()
+
 
 def start_all_gather(x_tD: Tensor, arena: Arena, num_rows: int | None = None) -> Gathering:
     """Begin to gather by copy engines; the current stream goes on."""
     num_rows = _rows(x_tD, arena, num_rows)
     x_tD = x_tD.contiguous()
     if arena.world_size == 1 or num_rows * x_tD.shape[1] == 0:
-        return Gathering(lambda: x_tD)
+        return Gathering(arena, lambda: x_tD)
     share_bytes = rows_per_rank(num_rows, arena.world_size) * x_tD.shape[1] * x_tD.element_size()
     with arena.turn(arena.world_size * share_bytes) as slot:
-        return Gathering(_Copies(x_tD, arena, slot, num_rows).receive)
+        return Gathering(arena, _Copies(x_tD, arena, slot, num_rows).receive)
+
+
+_started: WeakKeyDictionary[Any, WeakSet[Gathering]] = WeakKeyDictionary()
+
+
+def keep_started(arena: Arena) -> None:
+    """End the gathers of this arena that were started: any number of calls may follow."""
+    for gathering in _started.get(arena, ()):
+        gathering.keep()
 
 
 def _rows(x_tD: Tensor, arena: Arena, num_rows: int | None) -> int:
