@@ -1,7 +1,8 @@
 """Run a function on several gloo ranks inside a test.
 
-Ranks are forked from a fork server that has imported torch and run nothing: a fork costs 0.1 s
-where a fresh interpreter costs seconds, and no thread pool of the test process is inherited.
+Ranks are forked from a fork server that has imported torch and megascale and run nothing: a rank
+costs hundredths of a second where a fresh interpreter costs seconds, and no thread pool of the test
+process is inherited. It has imported no kernels: `tests/flux/shared_arena.py` says why.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from typing import Any
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch.distributed.checkpoint", "torch._dynamo"]
+    [
+        "torch",
+        "torch.distributed",
+        "torch.distributed.checkpoint",
+        "torch._dynamo",
+        "pytest",
+        "megascale.train.rank",  # nearly all of megascale: 0.2 s a rank
+    ]
 )
 
 

@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from torch import Tensor
 from megascale.flux.arena import NUM_FLAGS, NUM_SLOTS, Arena, Slot
 
 POISON = 0xFF  # a NaN in every floating-point type
+PAUSE_S = 1e-3  # between two looks at a flag that is not set
 
 
 class SharedArena(Arena):
@@ -159,3 +161,49 @@ def interpret_kernels() -> None:
     from triton.runtime import interpreter
 
     interpreter.GridExecutor._restore_args_dev = lambda *_args: None
+    _give_way_in_waits(interpreter.InterpreterBuilder)
+    _patch_the_language_once(interpreter)
+
+
+def _give_way_in_waits(builder: Any) -> None:
+    """A rank that finds a flag or a word unset sleeps before it looks again: there are more ranks
+    than cores, and who spins takes the core of those it waits for."""
+    atomic, load = builder.create_atomic_rmw, builder.create_masked_load
+
+    def create_atomic_rmw(self: Any, operation: Any, ptr: Any, value: Any, *rest: Any) -> Any:
+        found = atomic(self, operation, ptr, value, *rest)
+        if not value.data.any() and not found.data.all():  # `read_flag` adds zero
+            time.sleep(PAUSE_S)
+        return found
+
+    def create_masked_load(
+        self: Any,
+        ptrs: Any,
+        mask: Any,
+        other: Any,
+        cache_modifier: Any,
+        eviction_policy: Any,
+        is_volatile: bool,
+    ) -> Any:
+        found = load(self, ptrs, mask, other, cache_modifier, eviction_policy, is_volatile)
+        if is_volatile and not found.data.all():  # words in band
+            time.sleep(PAUSE_S)
+        return found
+
+    builder.create_atomic_rmw, builder.create_masked_load = create_atomic_rmw, create_masked_load
+
+
+def _patch_the_language_once(interpreter: Any) -> None:
+    """Triton replaces the functions of its language before every launch and in every call of a
+    device function, which is half of the interpreter's time, and puts them back after a launch.
+    Here once a module is enough: a rank that interprets never compiles."""
+    patch, done = interpreter._patch_lang, set()
+
+    def patch_lang(function: Any) -> Any:
+        module = id(function.__globals__)
+        if module not in done:
+            done.add(module)
+            patch(function)
+        return interpreter._LangPatchScope()  # nothing to put back
+
+    interpreter._patch_lang = patch_lang

@@ -27,15 +27,16 @@ def pairwise(
                 return case
 
     pool = [draw() for _ in range(4000)]
-    missing = set().union(*map(_pairs, pool))
+    pairs = [_pairs(case) for case in pool]
+    missing = set().union(*pairs)
     cover = list(first)
     for case in cover:
         assert feasible(case), case
         missing -= _pairs(case)
     while missing:
-        best = max(pool, key=lambda case: len(missing & _pairs(case)))
-        cover.append(best)
-        missing -= _pairs(best)
+        best = max(range(len(pool)), key=lambda i: len(missing & pairs[i]))
+        cover.append(pool[best])
+        missing -= pairs[best]
     return cover
 
 
