@@ -17,7 +17,7 @@ from tests.flux.virtual_ranks import VirtualArena, flags_at_rest, on_all, virtua
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(60),
+    pytest.mark.timeout(180),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
@@ -32,7 +32,6 @@ SHAPES = [  # m, n, k
     (2048, 1024, 512),
 ]
 LIMIT = 6e-3  # of bf16, relative
-IN_BAND = ("plain", "few_rows")  # data travels in the flag words, which a warm-up cannot preset
 
 
 def _data(*shape: int) -> Tensor:
@@ -65,7 +64,7 @@ def test_values(op: str, name: str, world: int) -> None:
         for layout in ("NK", "KN"):
             problem = Problem(op, m, n, k, world, torch.bfloat16, layout)  # type: ignore[arg-type]
             found = configs(op, name, problem, torch.cuda.get_device_capability()) or [None]
-            for config in _one_an_engine(found):
+            for config in _one_of_a_kind(found):
                 options = {} if config is None else {"config": config}
                 try:
                     error = _check(op, name, forms(op)[name], world, (m, n, k), layout, options)
@@ -78,13 +77,16 @@ def test_values(op: str, name: str, world: int) -> None:
     assert not failures, "\n".join(failures)
 
 
-def _one_an_engine(found: list[Any]) -> list[Any]:
-    """The first configuration of each engine: others differ in numbers, and each is a compilation.
-
-    Where a form has no engines all of its configurations.
+def _one_of_a_kind(found: list[Any]) -> list[Any]:
+    """The first configuration of each engine and transport: others differ in tiles, and each is a
+    compilation. Of a form without tiles all configurations.
     """
-    engines = {getattr(config, "engine", index): config for index, config in enumerate(found[::-1])}
-    return list(engines.values())
+    kinds = {}
+    for index, config in enumerate(found[::-1]):
+        tiles = hasattr(config, "block_n")
+        options = (getattr(config, "engine", None), getattr(config, "in_band", None))
+        kinds[options if tiles else index] = config
+    return list(kinds.values())
 
 
 def _check(
@@ -126,8 +128,7 @@ def _check(
         total = total + bias.float()
         wanted = [total[_rows(m, world, r)] if op == "gemm_rs" else total for r in range(world)]
     first: list[Tensor] = []
-    if op == "ag_gemm" or name not in IN_BAND:
-        warm_up(arenas, call)
+    warm_up(arenas, call)
     for turn in range(4):
         found = on_all(arenas, call)
         for rank, (y, right) in enumerate(zip(found, wanted, strict=True)):

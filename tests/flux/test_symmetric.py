@@ -85,7 +85,7 @@ def in_tiny_pieces() -> None:
     def words(elements: int, *_args: Any) -> sizes.Pieces:
         return sizes.Pieces(_BLOCK, 1, 2, 1, -(-elements // (2 * _BLOCK)))
 
-    def roles(elements: int, _size: int, pushers: int) -> sizes.Pieces:
+    def roles(elements: int, _size: int, pushers: int, _most: int) -> sizes.Pieces:
         return sizes.Pieces(_BLOCK, 1, pushers + 3, 1, -(-elements // _BLOCK), pushers)
 
     sizes.flag_pieces = _tiny_flag_pieces  # type: ignore[assignment]
@@ -95,7 +95,7 @@ def in_tiny_pieces() -> None:
 def _arena(jitter_s: float = 0.0) -> SharedArena:
     interpret_kernels()
     assert dist.group.WORLD is not None
-    return SharedArena(dist.group.WORLD, 1 << 14, jitter_s=jitter_s)
+    return SharedArena(dist.group.WORLD, 1 << 14, num_sms=5, jitter_s=jitter_s)
 
 
 def _all_reduces(rank: int, world_size: int, cases: list[Any], tiny: bool) -> list[Any]:
@@ -339,10 +339,12 @@ def test_pieces_cover_a_share_and_their_flags_fit(world_size: int, elements: int
         assert covered - elements < pieces.programs * pieces.blocks * pieces.block
         assert pieces.warps <= 16
         assert pieces.programs <= sizes.MAX_PROGRAMS
-    for pushers in (1, 32):
-        pieces = sizes.role_pieces(elements, 2, pushers)
+    for pushers, most in ((1, 128), (32, 128), (32, 16), (5, 2)):
+        pieces = sizes.role_pieces(elements, 2, pushers, most)
         assert pieces.blocks * pieces.block >= elements > (pieces.blocks - 1) * pieces.block
-        assert pushers < pieces.programs <= sizes.MAX_PROGRAMS
+        assert 0 < pieces.pushers < pieces.programs <= most
+        assert sizes.flag_pieces(elements, 2, 2 * world_size, 65536, most).programs <= most
+        assert sizes.in_band_pieces(elements, 2, most).programs <= most
     pieces = sizes.flag_pieces(elements, 2, 2 * world_size, 65536)
     assert 2 * world_size * pieces.rounds * pieces.programs <= 65536
     assert pieces.programs <= sizes.MAX_PROGRAMS

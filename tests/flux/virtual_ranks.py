@@ -1,7 +1,8 @@
 """Several ranks of a group on one GPU: the fused operators' protocols without a second device.
 
-Every rank has a stream and half of the SMs (or fewer), so that the kernels of all ranks are
-resident at once and really exchange tiles and flags through memory.
+Every rank has a stream and its part of the SMs, so that the kernels of all ranks are resident at
+once and really exchange tiles and flags through memory. A kernel that has more programs than its
+arena has SMs may wait here for one that finds no place.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from megascale.flux.arena import NUM_FLAGS, NUM_SLOTS, Slot
+from megascale.flux.arena import _counters as counters
 from megascale.flux.driver import driver
 
 # Before CUDA starts: with the default of 8 hardware queues, streams of several ranks share one, and
@@ -105,17 +107,23 @@ def on_all(arenas: list[VirtualArena], call: Callable[[int, VirtualArena], Any])
 def warm_up(arenas: list[VirtualArena], call: Callable[[int, VirtualArena], Any]) -> None:
     """Load every kernel of `call`: a rank after the other, all flags set, so that none waits.
 
-    Both halves of each flag: what travels in band waits for words of 16 bits.
+    Whatever a peer announces is among the flags of some slot: a flag, or in band a word of the data
+    in 2, 4 or 8 bytes (so both halves are set). Some counters (tickets, chunks) are waited for too,
+    but what counts there are programs of the rank itself, all of which run: it is alone.
+
+    Twice, because some forms launch another kernel from the second call of a shape on.
     """
     flags = [f for slot in arenas[0]._slots for f in slot.flags]
     for rank, arena in enumerate(arenas):
-        for flag in flags:
-            flag.fill_(0x0001_0001)
-        torch.cuda.synchronize()
-        with torch.cuda.stream(arena.stream):
-            call(rank, arena)
-        torch.cuda.synchronize()
-    for flag in [*flags, *(arena.done for arena in arenas)]:
+        for _ in range(2):
+            for flag in flags:
+                flag.fill_(0x0001_0001)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(arena.stream):
+                call(rank, arena)
+            torch.cuda.synchronize()
+        assert not any(bool(words.any()) for words in _counters_of(arena)), f"of rank {rank}"
+    for flag in flags:
         flag.zero_()
     for arena in arenas:
         arena._turn = 0
@@ -123,6 +131,11 @@ def warm_up(arenas: list[VirtualArena], call: Callable[[int, VirtualArena], Any]
 
 
 def flags_at_rest(arenas: list[VirtualArena]) -> bool:
-    """Every flag is zero, as between calls."""
-    slots = [slot for arena in arenas[:1] for slot in arena._slots]
-    return all(int(f.abs().max()) == 0 for slot in slots for f in slot.flags)
+    """Every flag and every counter is zero, as between calls."""
+    flags = [f for slot in arenas[0]._slots for f in slot.flags]
+    counters = [words for arena in arenas for words in _counters_of(arena)]
+    return not any(bool(words.any()) for words in [*flags, *counters])
+
+
+def _counters_of(arena: VirtualArena) -> list[torch.Tensor]:
+    return [arena.done, arena.report, *counters.get(arena, {}).values()]

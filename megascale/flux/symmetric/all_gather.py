@@ -162,12 +162,14 @@ def _by_kernel(x_tD: Tensor, arena: Arena, slot: Slot, num_rows: int, *, in_band
     x, share, total = _as_integers(x_tD, num_rows, arena.world_size)
     if in_band:
         x_TD = x_tD.new_empty(num_rows, x_tD.shape[1])
-        pieces = sizes.in_band_pieces(share, 8)
+        pieces = sizes.in_band_pieces(share, 8)  # few programs, each with one block
+        assert pieces.blocks == 1, pieces
         prepared = _prepare(x.dtype, total, share, pieces, in_band, *key_of(arena))
         prepared.launch(x, x_TD.view(torch.int32), slot.flag_ptrs, arena.report)
         return x_TD
     flag_words = slot.flags[arena.rank].numel()
-    pieces = sizes.flag_pieces(share, x.element_size(), arena.world_size, flag_words)
+    most = sizes.programs_of(arena.num_sms)
+    pieces = sizes.flag_pieces(share, x.element_size(), arena.world_size, flag_words, most)
     prepared = _prepare(x.dtype, total, share, pieces, in_band, *key_of(arena))
     prepared.launch(x, slot.data_ptrs, slot.flag_ptrs, arena.report)
     return slot.view(arena.rank, (num_rows, x_tD.shape[1]), x_tD.dtype)
@@ -183,6 +185,7 @@ def _prepare(
     rank: int,
     world_size: int,
     deadline_ns: int,
+    _most: int,
     _device: torch.device,
 ) -> Prepared:
     from megascale.flux.symmetric.gather.kernel import (

@@ -89,6 +89,7 @@ def _prepare(
     rank: int,
     world_size: int,
     deadline_ns: int,
+    most: int,
     _device: torch.device,
 ) -> Prepared:
     from megascale.flux.symmetric.two_shot.kernel import (
@@ -99,11 +100,11 @@ def _prepare(
     integers = {"share": share, "total": total, "part": share}
     constants: dict[str, Any] = {"RANK": rank, "WORLD": world_size, "DEADLINE_NS": deadline_ns}
     if in_band:
-        pieces = sizes.in_band_pieces(share, dtype.itemsize)
+        pieces = sizes.in_band_pieces(share, dtype.itemsize, most)
         integers["blocks"] = pieces.blocks
         constants |= pieces.options
         return Prepared(two_shot_in_band_kernel, pieces.programs, integers, constants)
-    pieces = sizes.flag_pieces(share, dtype.itemsize, 2 * world_size, NUM_FLAGS)
+    pieces = sizes.flag_pieces(share, dtype.itemsize, 2 * world_size, NUM_FLAGS, most)
     constants |= {"VIEW": view, "BLOCK_W": block_w(world_size), **pieces.options}
     integers |= pieces.rounds_of
     return Prepared(two_shot_by_flags_kernel, pieces.programs, integers, constants)

@@ -71,28 +71,39 @@ def goes_in_band(elements: int, word_bytes: int, parts: int, flag_words: int) ->
     return fits_in_band(elements, word_bytes, parts, min(flag_words, IN_BAND_BYTES // 4))
 
 
+def programs_of(num_sms: int) -> int:
+    """The most that a kernel here may have, all resident: it may fill so many SMs."""
+    return max(2, min(MAX_PROGRAMS, num_sms))
+
+
 @cache
-def in_band_pieces(elements: int, word_bytes: int) -> Pieces:
+def in_band_pieces(elements: int, word_bytes: int, most: int = MAX_PROGRAMS) -> Pieces:
     """One block a program: small blocks while that gives enough programs, since they start and end
-    sooner; larger ones beyond, so that all programs are resident; then several a program."""
+    sooner; larger ones beyond `most`, then several a program."""
     block = 128 * _VECTOR_BYTES // word_bytes  # 4 warps, one access of 16 bytes a thread
     warps = 4
-    while warps < 16 and -(-elements // block) > MAX_PROGRAMS:
+    while warps < 16 and -(-elements // block) > most:
         block, warps = 2 * block, 2 * warps
     num_blocks = max(1, -(-elements // block))
-    blocks = -(-num_blocks // MAX_PROGRAMS)
+    blocks = -(-num_blocks // most)
     return Pieces(block, warps, -(-num_blocks // blocks), 1, blocks)
 
 
 @cache
-def flag_pieces(elements: int, element_bytes: int, flags_each: int, flag_words: int) -> Pieces:
-    """Up to MAX_PROGRAMS programs, in rounds of a few blocks each.
+def flag_pieces(
+    elements: int,
+    element_bytes: int,
+    flags_each: int,
+    flag_words: int,
+    most: int = MAX_PROGRAMS,
+) -> Pieces:
+    """Up to `most` programs, in rounds of a few blocks each.
 
     flags_each  flags that a piece needs at a receiver (sources, times phases)
     """
     block = _block_by_flags(element_bytes)
     num_blocks = max(1, -(-elements // block))
-    programs = min(num_blocks, MAX_PROGRAMS)
+    programs = min(num_blocks, most)
     per_program = -(-num_blocks // programs)
     blocks = min(per_program, 4)
     while -(-per_program // blocks) * programs * flags_each > flag_words:
@@ -106,11 +117,14 @@ def roles_fit(elements: int, element_bytes: int, sources: int, flag_words: int) 
 
 
 @cache
-def role_pieces(elements: int, element_bytes: int, pushers: int) -> Pieces:
-    """`pushers` programs that send, and of the others at most one a block."""
+def role_pieces(
+    elements: int, element_bytes: int, pushers: int, most: int = MAX_PROGRAMS
+) -> Pieces:
+    """`pushers` of `most` programs send, and of the others there is at most one a block."""
+    pushers = min(pushers, most // 2)
     block = _block_by_flags(element_bytes)
     num_blocks = max(1, -(-elements // block))
-    programs = pushers + min(num_blocks, MAX_PROGRAMS - pushers)
+    programs = pushers + min(num_blocks, most - pushers)
     return Pieces(block, _WARPS_BY_FLAGS, programs, 1, num_blocks, pushers)
 
 

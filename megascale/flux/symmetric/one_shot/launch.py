@@ -61,9 +61,10 @@ def sum_over_ranks(
             prepared.launch(x, y, slot.data_ptrs, slot.flag_ptrs, arena.report)
 
 
-def key_of(arena: Arena) -> tuple[int, int, int, torch.device]:
-    """What of an arena a launch depends on: rank, world size, deadline, device."""
-    return arena.rank, arena.world_size, arena.deadline_ns, arena.device
+def key_of(arena: Arena) -> tuple[int, int, int, int, torch.device]:
+    """What of an arena a launch depends on: rank, world size, deadline, programs, device."""
+    most = sizes.programs_of(arena.num_sms)
+    return arena.rank, arena.world_size, arena.deadline_ns, most, arena.device
 
 
 @lru_cache(maxsize=1024)
@@ -77,6 +78,7 @@ def _prepare(
     rank: int,
     world_size: int,
     deadline_ns: int,
+    most: int,
     _device: torch.device,
 ) -> Prepared:
     from megascale.flux.symmetric.one_shot import kernel
@@ -85,13 +87,13 @@ def _prepare(
     constants: dict[str, Any] = {"RANK": rank, "WORLD": world_size, "SCATTER": scatter}
     constants["DEADLINE_NS"] = deadline_ns
     if in_band:
-        pieces = sizes.in_band_pieces(share, dtype.itemsize)
+        pieces = sizes.in_band_pieces(share, dtype.itemsize, most)
         integers["blocks"] = pieces.blocks
         constants |= pieces.options
         return Prepared(kernel.sum_in_band_kernel, pieces.programs, integers, constants)
     constants["BLOCK_W"] = block_w(world_size)
     if pushers is None:
-        pieces = sizes.flag_pieces(share, dtype.itemsize, world_size, NUM_FLAGS)
+        pieces = sizes.flag_pieces(share, dtype.itemsize, world_size, NUM_FLAGS, most)
         integers |= pieces.rounds_of
         constants |= pieces.options
         return Prepared(kernel.sum_by_flags_kernel, pieces.programs, integers, constants)
@@ -100,7 +102,7 @@ def _prepare(
             f"{share} elements in blocks need more than the {NUM_FLAGS} flags of a slot; "
             "use pushers=None"
         )
-    pieces = sizes.role_pieces(share, dtype.itemsize, pushers)
+    pieces = sizes.role_pieces(share, dtype.itemsize, pushers, most)
     integers |= pieces.roles_of
     constants |= {"BLOCKS": _BLOCKS_A_FLAG, **pieces.options}
     return Prepared(kernel.sum_by_roles_kernel, pieces.programs, integers, constants)
