@@ -122,9 +122,8 @@ def warm_up(arenas: list[VirtualArena], call: Callable[[int, VirtualArena], Any]
             with torch.cuda.stream(arena.stream):
                 call(rank, arena)
             torch.cuda.synchronize()
-        assert not any(bool(words.any()) for words in _counters_of(arena)), f"of rank {rank}"
-    for flag in flags:
-        flag.zero_()
+    for words in [*flags, *(words for arena in arenas for words in _counters_of(arena))]:
+        words.zero_()
     for arena in arenas:
         arena._turn = 0
     torch.cuda.synchronize()
