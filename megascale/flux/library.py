@@ -14,13 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from megascale.errors import FluxError
 
-_operators: dict[str, Any] = {}  # by key; the newest of equal settings
+# By key, the newest of equal settings. Weak: whoever compiled a call of an operator holds it, and an
+# operator that is held here would hold its group beyond the program's end, when gloo's threads may
+# no longer let go of Python's tensors (they abort the process).
+_operators: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 def register(key: str, operator: Any) -> None:
@@ -29,12 +33,13 @@ def register(key: str, operator: Any) -> None:
 
 
 def _operator(key: str) -> Any:
-    if key not in _operators:
+    operator = _operators.get(key)
+    if operator is None:
         raise FluxError(
-            f"a compiled graph calls the flux operator {key!r}, which this process has not made; "
-            "make the operator before the graph runs"
+            f"a compiled graph calls the flux operator {key!r}, which this process has not made or "
+            "has let go; make the operator before the graph runs, and keep it"
         )
-    return _operators[key]
+    return operator
 
 
 @torch.library.custom_op("megascale::all_gather_gemm", mutates_args=())

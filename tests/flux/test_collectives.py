@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -115,3 +118,31 @@ def _uneven(rank: int, world_size: int) -> list[str]:
 def test_rows_that_ranks_do_not_divide_are_our_mistake() -> None:
     (error,) = {e for found in run_ranks(_uneven, 2) for e in found}
     assert error == "((3, 2), 2)"
+
+
+_PROGRAM = """
+import gc, sys, weakref
+import torch
+import torch.distributed as dist
+from megascale.flux import TensorOps, column_parallel_linear
+
+def run():
+    ops = TensorOps.of(dist.group.WORLD)
+    weight = torch.nn.Parameter(torch.ones(8, 4))
+    column_parallel_linear(torch.ones(2, 4), weight, None, ops).sum().backward()
+    torch.optim.SGD([weight], lr=0.1).step()
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+group = weakref.ref(dist.group.WORLD)
+run()
+dist.destroy_process_group()
+gc.collect()
+assert group() is None, gc.get_referrers(group())
+"""
+
+
+def test_nothing_keeps_a_destroyed_group(tmp_path: Path) -> None:
+    """A gloo group that is alive when the interpreter ends may abort the process."""
+    command = [sys.executable, "-c", _PROGRAM, str(tmp_path / "store")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 0, result.stderr
