@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-# Its default arguments are the default group of the moment it is imported, and torch imports it with
-# the first optimizer or compilation. Imported before there is a group it holds none; a gloo group
-# that lives until the interpreter ends now and then aborts the process, when its threads let go of
-# tensors.
+# Its default arguments are the default group of the moment it is imported, and torch imports it
+# with the first optimizer or compilation. Imported before there is a group it holds none; a gloo
+# group that lives until the interpreter ends now and then aborts the process, when its threads let
+# go of tensors.
 import torch.distributed.nn.functional
 from torch import Tensor
 

@@ -14,26 +14,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from megascale.errors import FluxError
 
-# By key, the newest of equal settings. Weak: whoever compiled a call of an operator holds it, and an
-# operator that is held here would hold its group beyond the program's end, when gloo's threads may
-# no longer let go of Python's tensors (they abort the process).
-_operators: WeakValueDictionary[str, Any] = WeakValueDictionary()
+# By key, those of equal settings in the order of their making. Weak: whoever calls an operator has
+# it, and one that is held here would hold its group until the interpreter ends, when gloo's threads
+# may no longer let go of Python's tensors (they abort the process).
+_operators: dict[str, list[ref[Any]]] = {}
 
 
 def register(key: str, operator: Any) -> None:
-    """Make `operator` what graphs mean by `key`."""
-    _operators[key] = operator
+    """Make `operator` what graphs mean by `key`, as long as it is there."""
+    living = [known for known in _operators.get(key, ()) if known() is not None]
+    _operators[key] = [*living, ref(operator)]
 
 
 def _operator(key: str) -> Any:
-    operator = _operators.get(key)
+    """The newest one."""
+    living = (operator for known in reversed(_operators.get(key, ())) if (operator := known()))
+    operator = next(living, None)
     if operator is None:
         raise FluxError(
             f"a compiled graph calls the flux operator {key!r}, which this process has not made or "

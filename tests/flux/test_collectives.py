@@ -132,7 +132,8 @@ def run():
     column_parallel_linear(torch.ones(2, 4), weight, None, ops).sum().backward()
     torch.optim.SGD([weight], lr=0.1).step()
 
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+store = f"file://{sys.argv[1]}"
+dist.init_process_group("gloo", init_method=store, rank=int(sys.argv[2]), world_size=2)
 group = weakref.ref(dist.group.WORLD)
 run()
 dist.destroy_process_group()
@@ -143,6 +144,13 @@ assert group() is None, gc.get_referrers(group())
 
 def test_nothing_keeps_a_destroyed_group(tmp_path: Path) -> None:
     """A gloo group that is alive when the interpreter ends may abort the process."""
-    command = [sys.executable, "-c", _PROGRAM, str(tmp_path / "store")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert result.returncode == 0, result.stderr
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(tmp_path / "store"), str(rank)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    ended = [(process.communicate(timeout=100)[1], process.returncode) for process in ranks]
+    assert all(code == 0 for _, code in ended), ended

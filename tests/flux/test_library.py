@@ -127,7 +127,8 @@ def _checked(rank: int, world_size: int) -> list[str]:
         first, end = shard_rows(m, world_size, rank)
         whole, weight, bias = _random(1, m, IN), _random(2, OUT, IN), _random(3, OUT)
         own = whole[first:end].clone()
-        key = AllGatherGemm(group)._key
+        gather = AllGatherGemm(group)
+        key = gather._key
         for gathered in (False, True):
             arguments = (own, [weight, weight], [None, bias], key, "NK", m, gathered)
             torch.library.opcheck(library.all_gather_gemm, arguments, test_utils=tests)
@@ -140,7 +141,8 @@ def _checked(rank: int, world_size: int) -> list[str]:
             weight_KN = weight.t().contiguous()
             arguments_rs = (whole, weight_KN, bias, operator._key, "KN")
             torch.library.opcheck(op, arguments_rs, test_utils=tests)
-        twice = (whole, weight_KN, whole, weight_KN, bias, GemmReduceScatter(group)._key, "KN")
+        scatter = GemmReduceScatter(group)
+        twice = (whole, weight_KN, whole, weight_KN, bias, scatter._key, "KN")
         torch.library.opcheck(library.gemm_reduce_scatter_pair, twice, test_utils=tests)
     with pytest.raises(FluxError) as caught:
         library.gemm_all_reduce(whole, weight, None, "gemm_ar of nobody", "NK")
