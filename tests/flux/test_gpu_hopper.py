@@ -126,7 +126,7 @@ def test_all_gather_gemm_in_fp16() -> None:
 def check_gemm_reduce_scatter(
     world: int, m: int, n: int, k: int, layout: str, bias: bool, tiles: Tiles, dtype: torch.dtype
 ) -> None:
-    from megascale.flux.gemm_reduce_scatter.hopper import launch
+    from megascale.flux.gemm_reduce_scatter.hopper_launch import launch
 
     each = -(-m // world)
     x, weights = (
@@ -187,7 +187,7 @@ def test_gemm_reduce_scatter(case: tuple[int, int, int, int, str, bool, Tiles]) 
 @pytest.mark.parametrize("tiles", [_DIRECT, Tiles(chunks=2, group_m=2)], ids=str)
 @pytest.mark.parametrize(("k", "k2"), [(512, 1024), (64, 520), (2048, 64)])
 def test_two_products_share_a_reduce_scatter(k: int, k2: int, tiles: Tiles) -> None:
-    from megascale.flux.gemm_reduce_scatter.hopper import launch
+    from megascale.flux.gemm_reduce_scatter.hopper_launch import launch
 
     world, m, n = 2, 1000, 776
     x, x2 = ([_data(m, size) for _ in range(world)] for size in (k, k2))

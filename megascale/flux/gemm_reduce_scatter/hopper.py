@@ -25,39 +25,26 @@ arrives at `free` (remote) or a received tile is in it (`full`, own).
 Where the shard's rows do not divide by BLOCK_M the overhang is computed and clipped by the store.
 
 One file of more than 300 lines: the three roles hand tiles to each other, and are read together.
+Their launch is in hopper_launch.py.
 """
 
-from typing import Any
-
-import torch
-import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
-from megascale.flux.arena import Arena, Slot
-from megascale.flux.driver import current_stream
-from megascale.flux.gemm_reduce_scatter.protocol import ScatterTiles
-from megascale.flux.gemm_reduce_scatter.staging import Staging, staging_of
 from megascale.flux.hopper_gemm import (
-    CONSUMER_WARPS,
     PRODUCER_REGISTERS,
     PRODUCER_WARPS,
     accumulator_layout,
     add_bias,
-    descriptor,
     fence_async_global,
     make_ring,
     tile_in_shard,
     wait_stores_but_one,
     wait_stores_written,
-    weight_descriptor,
 )
-from megascale.flux.kernel_call import KernelCall
 from megascale.flux.signals import set_flag, wait_flag
-from megascale.flux.tiles import ceil_div
 
 
 @aggregate
@@ -359,133 +346,3 @@ def gemm_reduce_scatter_hopper(
         [PRODUCER_WARPS, 1],
         [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )
-
-
-def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Device memory for the descriptors that programs make of peers' slots: 128 bytes each."""
-    del alignment, stream  # torch aligns to 512 bytes and orders by the current stream
-    return torch.empty(size, dtype=torch.uint8, device="cuda")
-
-
-_calls: dict[tuple[Any, ...], KernelCall] = {}
-
-
-def launch(
-    x_mK: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    slot: Slot,
-    arena: Arena,
-    config: Any,
-    layout: str,
-    *,
-    pair: tuple[Tensor, Tensor] | None = None,
-) -> None:
-    """Launch on the current stream. `out` has the own rows, [own, N]; all tensors are contiguous.
-
-    pair  a second (x [m, K2], weight) whose product is added before the sum over ranks
-    """
-    if out.shape[0] == 0:  # no own rows: the tiles without rows still close the call
-        out = out.new_empty(1, out.shape[1])
-    x2, weight2 = (x_mK, weight) if pair is None else pair
-    added = out if bias is None else bias
-    staging = None
-    if config.chunks and not arena.capturing:
-        staging = staging_of(slot, arena, x_mK.shape[0], out.shape[1], out.dtype, config)
-    key: tuple[Any, ...] = (
-        x_mK.shape, weight.shape, x2.shape, x_mK.dtype, layout, slot.world_size, config,
-        bias is None, pair is None, id(arena), slot.rank, arena.num_sms, arena.deadline_ns,
-        x_mK.device,
-    )  # fmt: skip
-    if staging is not None and key not in _calls:
-        staging = None  # a shape's first call stores directly: a capture finds that kernel loaded
-    tensors = (
-        x_mK, weight, x2, weight2, slot.data[slot.rank], out, added, slot.data_ptrs,
-        slot.flag_ptrs, slot.flags[slot.rank], arena.report,
-        *((out, arena.done) if staging is None else (staging.room(out), staging.counters)),
-    )  # fmt: skip
-    if staging is not None:
-        key = (*key, staging.tiles_a_chunk)
-        arena.fork()
-    call = _calls.get(key)
-    if call is None or added.data_ptr() % 16:
-        _launch_first(key, tensors, bias, slot, arena, config, layout, pair is not None, staging)
-    else:
-        call.launch(current_stream(out.device.index), tensors)
-    if staging is not None:
-        staging.carry(tensors[-2], arena)
-
-
-def _launch_first(
-    key: tuple[Any, ...],
-    tensors: tuple[Tensor, ...],
-    bias: Tensor | None,
-    slot: Slot,
-    arena: Arena,
-    config: Any,
-    layout: str,
-    is_pair: bool,
-    staging: Staging | None,
-) -> None:
-    """The launch by Triton, which compiles; it is remembered as a `KernelCall`."""
-    (
-        x_mK,
-        weight,
-        x2,
-        weight2,
-        _,
-        out,
-        added,
-        data_ptrs,
-        flag_ptrs,
-        flags,
-        report,
-        room,
-        counters,
-    ) = tensors
-    world, rank = slot.world_size, slot.rank
-    columns = weight.shape[0] if layout == "NK" else weight.shape[1]
-    tiles_n = ceil_div(columns, config.block_n)
-    grid = ScatterTiles(x_mK.shape[0], world, rank, config.block_m, tiles_n, config.group_m)
-    a_block, c_block = (config.block_m, config.block_k), (config.block_m, config.block_n)
-    received = slot.view(rank, (world * grid.rows_per_rank, columns), x_mK.dtype)
-    triton.set_allocator(_scratch)
-    arguments = {
-        "x_desc": descriptor(x_mK, a_block),
-        "weight_desc": weight_descriptor(weight, layout, config.block_n, config.block_k),
-        "x2_desc": descriptor(x2, a_block),
-        "weight2_desc": weight_descriptor(weight2, layout, config.block_n, config.block_k),
-        "received_desc": descriptor(received, c_block),
-        "out_desc": descriptor(out, c_block),
-        "bias_ptr": added,
-        "data_ptrs": data_ptrs,
-        "flag_ptrs": flag_ptrs,
-        "own_flags_ptr": flags,
-        "report_ptr": report,
-        "staging_ptr": room,
-        "counters_ptr": counters,
-        "tiles_a_chunk": grid.tiles_per_shard if staging is None else staging.tiles_a_chunk,
-        "rank": rank,
-        "tiles_m": grid.tiles_m,
-        "tiles_n": tiles_n,
-        "shard_rows": grid.rows_per_rank,
-        "num_columns": columns,
-        "k_steps": ceil_div(x_mK.shape[1], config.block_k),
-        "k2_steps": ceil_div(x2.shape[1], config.block_k) if is_pair else 0,
-    }
-    programs = min(arena.num_sms, grid.num_tiles)
-    compiled = gemm_reduce_scatter_hopper[(programs,)](
-        *arguments.values(),
-        STAGES=config.num_stages,
-        GROUP_M=config.group_m,
-        WORLD=world,
-        KN=layout == "KN",
-        PAIR=is_pair,
-        HAS_BIAS=bias is not None,
-        STAGED=staging is not None,
-        PIECES=config.pieces if staging is None else 1,
-        DEADLINE_NS=arena.deadline_ns,
-        num_warps=CONSUMER_WARPS.value,
-    )
-    _calls[key] = KernelCall(compiled, arguments, programs)

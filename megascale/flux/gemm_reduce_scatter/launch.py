@@ -73,5 +73,5 @@ def _default(
 @cache
 def _engine(name: str) -> Any:
     """The `launch` of an engine; its module imports triton."""
-    module = "hopper" if name == "hopper" else "kernel"
+    module = "hopper_launch" if name == "hopper" else "kernel"
     return import_module(f"megascale.flux.gemm_reduce_scatter.{module}").launch

@@ -58,7 +58,7 @@ def fused(
     config: FusedReduceScatter,
 ) -> Tensor:
     """y_tN in one kernel. All tensors contiguous."""
-    from megascale.flux.gemm_reduce_scatter.hopper import launch
+    from megascale.flux.gemm_reduce_scatter.hopper_launch import launch
 
     m, n = a_TK.shape[0], weight.shape[0 if layout == "NK" else 1]
     c = rows_per_rank(m, arena.world_size)
