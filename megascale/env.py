@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import random
 import re
 import socket
 from collections.abc import Iterable, Mapping, MutableMapping
@@ -29,6 +30,7 @@ MULTICAST_OFF = {
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _SRUN = ("SLURM_PROCID", "SLURM_LOCALID")
+_PORTS = range(20_000, 30_000)  # below the ephemeral range, from which the kernel serves others
 
 
 @dataclass(frozen=True)
@@ -169,10 +171,29 @@ def first_slurm_node(nodelist: str) -> str:
 
 
 def _srun_port(env: Mapping[str, str]) -> int:
-    """A port below the ephemeral range that all tasks of a step, and few other steps, compute."""
+    """A port that all tasks of a step, and few other steps, compute."""
     _require(env, ("SLURM_JOB_ID", "SLURM_STEP_ID"), "srun")
     job, step = _integer(env, "SLURM_JOB_ID"), _integer(env, "SLURM_STEP_ID")
-    return 20_000 + (31 * job + step) % 10_000
+    return _PORTS[(31 * job + step) % len(_PORTS)]
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on, for ranks that take it seconds later.
+
+    One that the kernel chose could be given to somebody else until then.
+    """
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+    raise LaunchError(
+        f"none of the ports {_PORTS.start} to {_PORTS.stop - 1} on 127.0.0.1 can be used; end what "
+        "listens on them"
+    )
 
 
 def agent_environment(variables: Mapping[str, str] | None = None) -> AgentEnvironment:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 
 import pytest
 
 import megascale
+from megascale import env
 from megascale.env import (
     MULTICAST_OFF,
     AgentEnvironment,
@@ -15,6 +17,7 @@ from megascale.env import (
     agent_environment,
     child_environment,
     first_slurm_node,
+    free_port,
     installed_versions,
     multicast_is_off,
     rank_environment,
@@ -167,6 +170,22 @@ def test_multicast() -> None:
     assert own == {"HOME": "h", **MULTICAST_OFF}
     child = child_environment({"RANK": "1"}, {"HOME": "h", "NCCL_NVLS_ENABLE": "1", "RANK": "0"})
     assert child == {"HOME": "h", "RANK": "1", **MULTICAST_OFF}
+
+
+def test_a_free_port_is_one_that_nobody_has_and_the_kernel_gives_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as other, socket.socket() as own:
+        other.bind(("127.0.0.1", free_port()))
+        taken = other.getsockname()[1]
+        assert 20_000 <= taken < 30_000
+        other.listen()
+        monkeypatch.setattr(env, "_PORTS", range(taken, taken + 1))
+        with pytest.raises(LaunchError, match=f"none of the ports {taken} to {taken} "):
+            free_port()
+        monkeypatch.setattr(env, "_PORTS", range(taken, taken + 3))
+        own.bind(("127.0.0.1", free_port()))
+        assert own.getsockname()[1] in (taken + 1, taken + 2)
 
 
 def test_versions_of_absent_packages_are_absent() -> None:

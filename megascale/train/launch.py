@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from megascale.env import child_environment
+from megascale.env import child_environment, free_port
 from megascale.errors import LaunchError
 
 GRACE_S = 5.0  # between asking a rank to stop and ending it
@@ -33,7 +33,7 @@ def launch_local(arguments: Sequence[str], num_ranks: int, logs: Path, port: int
 
     Raises LaunchError with the first failure. Signals to stop are passed on to every rank.
     """
-    port = _free_port() if port is None else _check_port(port)
+    port = free_port() if port is None else _check_port(port)
     logs.mkdir(parents=True, exist_ok=True)
     for stale in logs.glob("error-rank*.json"):
         stale.unlink()
@@ -181,12 +181,6 @@ def _stop(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _check_port(port: int) -> int:

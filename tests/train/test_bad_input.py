@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megascale.data import train_bpe
-from megascale.train import launch
+from megascale.env import free_port
 from tests.train.command import run_here, train_here, tree, write_recipe
 
 Capture = pytest.CaptureFixture[str]
@@ -245,7 +245,7 @@ def test_a_rank_that_finds_the_port_taken(
 def test_a_rank_whose_peers_do_not_come(
     tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": launch._free_port()}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     _as_rank(monkeypatch, RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, **place)
     assert train_here(monkeypatch, tmp_path / "run", "comm.init_timeout_s=1") == 5
     assert "check that all ranks start" in capsys.readouterr().err

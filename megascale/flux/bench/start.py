@@ -8,7 +8,6 @@ the first failure is shown.
 from __future__ import annotations
 
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from typing import TypeVar, get_args
 
 import torch
 
-from megascale.env import child_environment, switch_multicast_off
+from megascale.env import child_environment, free_port, switch_multicast_off
 from megascale.errors import FluxError, LaunchError
 from megascale.flux.bench.cases import OPS, ROWS, grid, shapes_of
 from megascale.flux.bench.rank import INCOMPLETE, Options
@@ -114,7 +113,7 @@ def _rows(text: str) -> list[int]:
 
 
 def _run(options: Options, nproc: int, logs: Path) -> int:
-    port = _free_port()
+    port = free_port()
     ranks = [_start(options, rank, nproc, port, logs) for rank in range(nproc)]
     deadline = time.monotonic() + options.budget_s + GRACE_S
     try:
@@ -183,9 +182,3 @@ def _tails(ranks: list[subprocess.Popen[bytes]], logs: Path) -> str:
         if text:
             parts.append(f"rank {rank}'s log ends:\n" + "\n".join(text.splitlines()[-15:]))
     return "".join(f"\n{part}" for part in parts)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
