@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RANKS ?= 4
 PYTEST_ARGS ?=
+WORKERS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CONSTRAINTS := constraints-cpu.txt
@@ -14,10 +15,11 @@ CORE := $(VENV)/.core-installed
 DEV := $(VENV)/.dev-installed
 DATA := runs/data/stdlib
 RUN := runs/first-run-$(shell date +%Y%m%d-%H%M%S)
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 FAST := not full and not slow and not gpu and not multi_gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev train test test-all check format bench wheels docs hooks clean
+.PHONY: help env env-dev train test test-all lint check format bench wheels docs hooks clean
 
 help: ## list these commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1|\2/p' $(MAKEFILE_LIST) \
@@ -48,19 +50,21 @@ $(DATA): | $(CORE)
 	$(BIN)/megascale data prepare --input stdlib --tokenizer train:BPE:4096 --output $(DATA)
 
 test: $(DEV) ## every test that needs no GPU and is not slow: what CI runs
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
-test-all: $(DEV) ## the slow tests too, and those for the GPUs that are here
+test-all: $(DEV) ## the slow tests too, and those for the GPUs that are here (one worker)
 	$(BIN)/python -m pytest -m "" $(PYTEST_ARGS)
 
-check: $(DEV) ## format, lint, types, import direction, generated pages, fast tests
+check: lint ## format, lint, types, import direction, generated pages, fast tests
+	$(PYTEST) -q -m "$(FAST)" $(PYTEST_ARGS)
+
+lint: $(DEV) ## `make check` without its tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.config_reference --check
 	$(BIN)/python -m tools.tables --check
-	$(BIN)/python -m pytest -q -m "$(FAST)" $(PYTEST_ARGS)
 
 format: $(DEV) ## format the code and mend what ruff can mend
 	$(BIN)/ruff format .
