@@ -18,7 +18,7 @@ from megascale.errors import FluxError
 from megascale.flux.arena import Arena
 from megascale.flux.call import Bound, Call
 from megascale.flux.default_rule import Mode, default_form
-from megascale.flux.forms import configs, forms, missing, on_request
+from megascale.flux.forms import configs, forms, missing, on_request, views
 from megascale.flux.gemm_config import capability_of
 from megascale.flux.gemm_reduce_scatter import pair
 from megascale.flux.problem import Problem
@@ -45,7 +45,7 @@ def choose(problem: Problem, call: Call, arena: Arena, settings: Settings, when:
         candidate.label: (candidate, bound)
         for name in allowed or forms(call.op)
         if name not in unasked and name not in missing(call.op)
-        for candidate, bound in _candidates(name, problem, call, arena)
+        for candidate, bound in _candidates(name, problem, call, arena, view=settings.view)
     }
     candidates = [candidate for candidate, _ in offered.values()]
     if allowed is None:
@@ -95,11 +95,13 @@ def _never() -> object:
 
 
 def _candidates(
-    name: str, problem: Problem, call: Call, arena: Arena
+    name: str, problem: Problem, call: Call, arena: Arena, *, view: bool
 ) -> Iterator[tuple[Candidate, Bound]]:
     """The form in each of its configurations, bound to the arguments of this call."""
     for config in configs(call.op, name, problem, capability_of(arena.device)):
         options = {} if config is None else {"config": config}
+        if view and views(call.op, name):
+            options["view"] = True
         bound = Bound(name, forms(call.op)[name], arena, options)
         yield Candidate(name, config, partial(bound.run, call)), bound
 
@@ -112,7 +114,9 @@ def _allowed(settings: Settings) -> tuple[str, ...] | None:
         return named[settings.mode]
     if not settings.spin:
         return _WITHOUT_SPINNING
-    return (*settings.asked, *_RESERVING) if settings.reserve_sms else None
+    if not settings.reserve_sms:
+        return None
+    return ("in_flight", *_RESERVING) if settings.in_flight else _RESERVING
 
 
 def _of_some(key: Key, candidates: Sequence[Candidate], cache: TuningCache) -> Candidate:

@@ -12,6 +12,7 @@ process without triton can name all of them. Which one runs is the tuner's affai
 | chunked | cuBLAS on chunks, transfers by copy engines on a second stream |
 | fused | one kernel |
 | few_rows | one kernel for m up to a few hundred: latency instead of bandwidth |
+| two_shot_view | the latter in place: the next call but one overwrites it; on request only |
 | in_flight | one kernel, whose tiles are added up at their owner; on request only |
 """
 
@@ -34,7 +35,9 @@ class Place(NamedTuple):
 
     by_device  `candidates` asks for the compute capability too
     most_rows  beyond which the form is not worth a compilation; 0 is no bound
-    on_request  tried only where it is asked for by name: its sums are rounded more than others'
+    on_request  tried only where it is asked for by name: its sums are rounded more than others', or
+                its result is overwritten by later calls
+    views       takes `view`: then the result may be such memory, and is not copied out of it
     """
 
     module: str
@@ -43,6 +46,7 @@ class Place(NamedTuple):
     by_device: bool = False
     most_rows: int = 0
     on_request: bool = False
+    views: bool = False
 
 
 _FEW_ROWS = ("few_rows.config", True, 256)
@@ -72,10 +76,11 @@ FORMS: dict[str, dict[str, Place]] = {
         "nccl": Place(f"{_AR}.nccl", _AR),
         "one_shot": Place("torch_symm", "one_shot"),
         "two_shot": Place("torch_symm", "two_shot"),
-        "plain": Place(f"{_AR}.plain", _AR, "symmetric.config"),
+        "plain": Place(f"{_AR}.plain", _AR, "symmetric.config", views=True),
         "chunked": Place(f"{_AR}.chunked", _AR),
-        "fused": Place(f"{_AR}.launch", _AR, f"{_RS}.config", by_device=True),
+        "fused": Place(f"{_AR}.launch", _AR, f"{_RS}.config", by_device=True, views=True),
         "few_rows": Place(f"{_AR}.few_rows", _AR, *_FEW_ROWS),
+        "two_shot_view": Place("torch_symm", "two_shot_view", on_request=True, views=True),
     },
     "all_gather": {
         "nccl": Place("nccl", "all_gather"),
@@ -121,6 +126,11 @@ def configs(op: str, name: str, problem: Problem, capability: tuple[int, int]) -
 def missing(op: str) -> list[str]:
     """Names of forms whose module is not in this installation (a form without its kernel)."""
     return [name for name, place in _table(op).items() if not _exists(place.module)]
+
+
+def views(op: str, name: str) -> bool:
+    """Whether the form takes `view`."""
+    return _table(op)[name].views
 
 
 def on_request(op: str) -> list[str]:

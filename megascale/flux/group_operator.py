@@ -44,6 +44,9 @@ class GroupOperator:
     in_flight    GemmReduceScatter alone: tiles may be added up at their owner, each sum rounded to
                  the type of x, in one shard of symmetric memory (`gemm_reduce_scatter/in_flight`).
                  Mode "auto" then tries that too where it measures; "fused" takes it
+    view         GemmAllReduce alone: the result may be symmetric memory, which is valid until the
+                 next flux call but one of the group begins (in a CUDA graph, and after a capture:
+                 until the next call or replay). Saves the copy out of it in forms that have one
     """
 
     op: ClassVar[Op]
@@ -59,6 +62,7 @@ class GroupOperator:
         deadline_s: float | None = None,
         cache: str | None = None,
         in_flight: bool = False,
+        view: bool = False,
     ) -> None:
         _check_group(group)
         if in_flight and self.op != "gemm_rs":
@@ -66,7 +70,12 @@ class GroupOperator:
                 f"in_flight is {in_flight!r}, and {type(self).__name__} has no such form: it is an "
                 "option of GemmReduceScatter"
             )
-        settings = Settings(mode, tune, spin, reserve_sms, deadline_s, cache, in_flight)
+        if view and self.op != "gemm_ar":
+            raise FluxError(
+                f"view is {view!r}, and {type(self).__name__} always gives tensors of its own: it "
+                "is an option of GemmAllReduce"
+            )
+        settings = Settings(mode, tune, spin, reserve_sms, deadline_s, cache, in_flight, view)
         self.settings = settings
         self.group = group
         self.world_size = 1 if group is None else group.size()

@@ -28,6 +28,7 @@ class Settings:
     deadline_s: float | None = None
     cache: str | None = None
     in_flight: bool = False
+    view: bool = False
 
     def __post_init__(self) -> None:
         self._check_values()
@@ -39,19 +40,22 @@ class Settings:
         of_all = (
             f"mode={self.mode} tune={self.tune} spin={self.spin} reserve_sms={self.reserve_sms}"
         )
-        return of_all + (" in_flight=True" if self.in_flight else "")
+        asked = (name for name in ("in_flight", "view") if getattr(self, name))
+        return " ".join((of_all, *(f"{name}=True" for name in asked)))
 
     @property
     def asked(self) -> tuple[str, ...]:
         """Forms that are asked for (`forms.on_request`)."""
-        return ("in_flight",) if self.in_flight else ()
+        forms = {"in_flight": self.in_flight, "two_shot_view": self.view}
+        return tuple(name for name, is_asked in forms.items() if is_asked)
 
     def _check_values(self) -> None:
         if self.mode not in MODES:
             raise FluxError(f"mode is {self.mode!r}; legal are {', '.join(MODES)}")
         if self.tune not in TUNES:
             raise FluxError(f"tune is {self.tune!r}; legal are {', '.join(TUNES)}")
-        for name, value in (("spin", self.spin), ("in_flight", self.in_flight)):
+        for name in ("spin", "in_flight", "view"):
+            value = getattr(self, name)
             if not isinstance(value, bool):
                 raise FluxError(f"{name} is {value!r}; legal are True and False")
         whole_number("reserve_sms", self.reserve_sms)

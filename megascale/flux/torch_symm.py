@@ -97,8 +97,35 @@ def two_shot_in_place(
     find another call's values in it.
     """
     y_TN = _product_in_buffer(x_TK, weight, arena, layout)
-    torch.ops.symm_mem.two_shot_all_reduce_(y_TN, "sum", arena.group.group_name)
+    _sum_in_place(y_TN, arena)
     return y_TN if bias_N is None else y_TN.add_(bias_N)
+
+
+def two_shot_view(
+    x_TK: Tensor,
+    weight: Tensor,
+    bias_N: Tensor | None,
+    arena: Ranks,
+    *,
+    layout: Layout,
+    view: bool = True,
+) -> Tensor:
+    """As `two_shot_in_place`, in two buffers by turns: y_TN holds until the next call but one.
+
+    view  False is no way to call it: a tensor of its own is what `two_shot` gives
+    """
+    assert view
+    name = arena.group.group_name
+    turn = _view_turns[name] = 1 - _view_turns.get(name, 1)
+    num_bytes = _num_bytes(_product_shape(x_TK, weight, layout), x_TK.dtype)
+    buffers = [_buffer(arena, num_bytes, which) for which in ("view 0", "view 1")]  # grow together
+    y_TN = _product_in_buffer(x_TK, weight, arena, layout, buffers[turn])
+    _sum_in_place(y_TN, arena)
+    return y_TN if bias_N is None else y_TN.add_(bias_N)
+
+
+def _sum_in_place(y_TN: Tensor, arena: Ranks) -> None:
+    torch.ops.symm_mem.two_shot_all_reduce_(y_TN, "sum", arena.group.group_name)
 
 
 def one_shot_all_reduce(x_TD: Tensor, arena: Ranks) -> Tensor:
@@ -121,28 +148,42 @@ def reserve(arena: Ranks, num_bytes: int) -> None:
     symm_mem.get_symm_mem_workspace(arena.group.group_name, num_bytes)
 
 
-_buffers: dict[str, list[Tensor]] = {}  # by group; the last is the largest
+_buffers: dict[tuple[str, str], list[Tensor]] = {}  # by group and use; the last is the largest
+_view_turns: dict[str, int] = {}  # by group; of the last call
 
 
-def _product_in_buffer(x_TK: Tensor, weight: Tensor, arena: Ranks, layout: Layout) -> Tensor:
-    shape = torch.Size((x_TK.shape[0], weight.shape[0 if layout == "NK" else 1]))
-    out_TN = _buffer_as(shape, x_TK.dtype, arena)
-    return gemm(x_TK, weight, layout=layout, out_TN=out_TN)
+def _product_in_buffer(
+    x_TK: Tensor, weight: Tensor, arena: Ranks, layout: Layout, buffer: Tensor | None = None
+) -> Tensor:
+    shape = _product_shape(x_TK, weight, layout)
+    if buffer is None:
+        buffer = _buffer(arena, _num_bytes(shape, x_TK.dtype))
+    return gemm(x_TK, weight, layout=layout, out_TN=_seen_as(buffer, shape, x_TK.dtype))
+
+
+def _product_shape(x_TK: Tensor, weight: Tensor, layout: Layout) -> torch.Size:
+    return torch.Size((x_TK.shape[0], weight.shape[0 if layout == "NK" else 1]))
 
 
 def _buffer_as(shape: torch.Size, dtype: torch.dtype, arena: Ranks) -> Tensor:
-    num_bytes = shape.numel() * dtype.itemsize
-    flat = _buffer(arena, -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
-    return flat[:num_bytes].view(dtype).view(shape)
+    return _seen_as(_buffer(arena, _num_bytes(shape, dtype)), shape, dtype)
 
 
-def _buffer(arena: Ranks, num_bytes: int) -> Tensor:
+def _num_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
+    return -(-shape.numel() * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _seen_as(buffer: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return buffer[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+def _buffer(arena: Ranks, num_bytes: int, use: str = "") -> Tensor:
     """Symmetric bytes of the group. Collective where it grows: all ranks ask for the same.
 
     Buffers that became too small are kept: torch gives freed symmetric memory out again by the
     lowest address of each rank, which may differ between them. Doubling bounds what is kept.
     """
-    kept = _buffers.setdefault(arena.group.group_name, [])
+    kept = _buffers.setdefault((arena.group.group_name, use), [])
     if not kept or kept[-1].numel() < num_bytes:
         size = max(num_bytes, 2 * kept[-1].numel() if kept else 0)
         kept.append(symm_mem.empty(size, dtype=torch.uint8, device=arena.device))

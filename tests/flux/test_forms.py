@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megascale.errors import FluxError
 from megascale.flux.bench.work import engine_tiles
 from megascale.flux.bench.world import World
-from megascale.flux.forms import FORMS, configs, forms, missing, on_request
+from megascale.flux.forms import FORMS, configs, forms, missing, on_request, views
 from megascale.flux.problem import Problem
 from megascale.flux.ranks import GroupOnly
 from megascale.flux.tiles import shard_rows
@@ -89,11 +89,23 @@ def test_configurations_differ_and_a_form_for_few_rows_is_for_few_rows(op: Any) 
 
 
 def test_forms_on_request_are_in_the_table_and_offered_by_name_only() -> None:
-    assert {op: on_request(op) for op in FORMS if on_request(op)} == {"gemm_rs": ["in_flight"]}
+    assert {op: on_request(op) for op in FORMS if on_request(op)} == {
+        "gemm_rs": ["in_flight"],
+        "gemm_ar": ["two_shot_view"],
+    }
     offered: Any = World.offered
     world = SimpleNamespace(arena=None)
     assert "in_flight" not in offered(world, "gemm_rs")
     assert "in_flight" in offered(world, "gemm_rs", ("in_flight",))
+
+
+def test_forms_whose_result_may_stay_in_symmetric_memory_say_so() -> None:
+    for op, places in FORMS.items():
+        for name in set(places) - set(missing(op)):
+            place = places[name]
+            form = getattr(import_module(f"megascale.flux.{place.module}"), place.function)
+            takes = "view" in signature(form).parameters
+            assert views(op, name) == (takes and op == "gemm_ar"), (op, name)
 
 
 def test_an_operator_that_is_none_is_refused() -> None:

@@ -10,10 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megascale.errors import FluxError
+from megascale.flux import GemmAllReduce
+from megascale.flux.symmetric.config import Sums
 from tests.distributed import run_ranks
 from tests.flux.shared_arena import SharedArena, interpret_kernels
 
 K, N = 40, 72
+TWO = Sums(in_band=False, shots=2)
 
 
 def _operands(rank: int, m: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,6 +52,19 @@ def test_the_reference_sums_and_adds_the_bias_once() -> None:
     run_ranks(_reference, 3)
 
 
+def _traced(rank: int, world_size: int) -> str:
+    vars(torch.compiler)["is_compiling"] = lambda: True
+    operator = GemmAllReduce(dist.group.WORLD, view=True)
+    with pytest.raises(FluxError) as caught:
+        operator(torch.zeros(2, K), torch.zeros(N, K))
+    return str(caught.value)
+
+
+def test_a_view_is_not_for_compiled_programs() -> None:
+    for error in run_ranks(_traced, 2):
+        assert "make the operator without it for torch.compile" in error
+
+
 def _forms(rank: int, world_size: int, rows: list[int]) -> list[list[int]]:
     interpret_kernels()
     from megascale.flux.gemm_all_reduce import launch, plain
@@ -65,6 +82,16 @@ def _forms(rank: int, world_size: int, rows: list[int]) -> list[list[int]]:
             launch.gemm_all_reduce(x, weight, bias, arena, layout="NK"),
             launch.gemm_all_reduce(x, transposed, bias, arena, layout="KN"),
         ]
+        for view in (
+            launch.gemm_all_reduce(x, weight, bias, arena, layout="NK", view=True),
+            plain.gemm_all_reduce(x, weight, bias, arena, layout="NK", config=TWO, view=True),
+        ):
+            in_slot = any(
+                d[rank].data_ptr() <= view.data_ptr() < d[rank].data_ptr() + d[rank].nbytes
+                for d in (slot.data for slot in arena._slots)
+            )
+            assert in_slot == (world_size > 1), m
+            torch.testing.assert_close(view.double(), wanted, rtol=2e-3, atol=2e-2)
         for y_TN in calls:
             kept.append((y_TN, wanted))
             bits.append(y_TN.view(torch.int16).flatten().tolist())

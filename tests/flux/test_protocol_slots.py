@@ -29,6 +29,16 @@ def test_three_slots_keep_what_came_until_the_next_call_but_one(
 
 
 @pytest.mark.parametrize(("world_size", "num_calls"), WORLDS)
+def test_four_slots_keep_it_for_a_turn_more_without_a_started_gather(
+    world_size: int, num_calls: int
+) -> None:
+    """So a view stays through a next call that takes two turns (the fused all-reduce)."""
+    model = Model(world_size, turns(num_calls, NUM_SLOTS), hold=3)
+    assert model.violation() is None
+    assert model.holding(4).violation() is not None
+
+
+@pytest.mark.parametrize(("world_size", "num_calls"), WORLDS)
 def test_two_slots_keep_it_one_call_less(world_size: int, num_calls: int) -> None:
     model = Model(world_size, turns(num_calls, 2), hold=1)
     assert model.violation() is None

@@ -208,6 +208,44 @@ def test_tune_now_tries_the_sum_in_flight_only_where_it_is_asked_for(tmp_path: P
         assert len(again) == len(asking_again) == 1
 
 
+def _views(rank: int, world_size: int) -> list[Any]:
+    """Forms that are tried, and whether they were given `view`; then what is refused."""
+    machine = Machine()
+    given: dict[str, set[bool]] = {}
+
+    def form(name: str) -> Any:
+        def called(x: Tensor, weight: Tensor, *_: Any, view: bool = False, **_options: Any) -> Any:
+            given.setdefault(name, set()).add(view)
+            return x.new_empty(x.shape[0], weight.shape[0])
+
+        return called
+
+    names = ("nccl", "one_shot", "plain", "fused", "few_rows", "two_shot_view")
+    vars(choice)["forms"] = lambda _op: {name: form(name) for name in names}
+    machine.group = dist.group.WORLD
+    found: list[Any] = []
+    for view in (False, True):
+        operator = GemmAllReduce(dist.group.WORLD, tune="now", view=view)
+        operator(torch.zeros(LARGE, K).bfloat16(), torch.zeros(N, K).bfloat16())
+        found.append({name: sorted(values) for name, values in given.items()})
+        given.clear()
+    return found
+
+
+def test_results_stay_in_symmetric_memory_only_where_it_is_asked_for() -> None:
+    for copied, viewed in run_ranks(_views, 2):
+        assert copied.keys() == {"nccl", "one_shot", "plain", "fused", "few_rows"}
+        assert all(values == [False] for values in copied.values())
+        assert {name for name, values in viewed.items() if values == [True]} == {
+            "plain",
+            "fused",
+            "two_shot_view",
+        }
+        assert viewed.keys() == {*copied, "two_shot_view"}
+    with pytest.raises(FluxError, match="AllGatherGemm always gives tensors of its own"):
+        AllGatherGemm(None, view=True)
+
+
 def test_options_that_contradict_the_sum_in_flight_are_refused() -> None:
     for options in ({"mode": "chunked"}, {"mode": "reference"}, {"spin": False}):
         with pytest.raises(FluxError, match="in_flight asks for a kernel that waits for peers"):

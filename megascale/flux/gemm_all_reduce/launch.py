@@ -31,14 +31,18 @@ def gemm_all_reduce(
     *,
     layout: Layout,
     config: FusedReduceScatter | None = None,
+    view: bool = False,
 ) -> Tensor:
     """y_TN: the product summed over ranks in rank order, plus the bias once, on every rank.
 
-    All tensors contiguous. `config` None: the default for the problem and the device. Two turns of
-    the arena. Raises FluxError where the tiles need more flags than a slot has.
+    All tensors contiguous. `config` None: the default for the problem and the device. `view`: y_TN
+    is memory of the slot, where it holds until the next flux call but one of the group begins; else
+    it is copied. Two turns of the arena, of which the first is complete before the second sends, so
+    that a kernel of the second which does not compile leaves nothing behind. Raises FluxError where
+    the tiles need more flags than a slot has.
     """
     y_tN = gemm_reduce_scatter(x_TK, weight, bias_N, arena, layout=layout, config=config)
     if arena.world_size == 1:
         return y_tN
     y_TN = all_gather(y_tN, arena, x_TK.shape[0], transport="flags")
-    return y_TN.clone()  # a view of the slot, which later calls overwrite
+    return y_TN if view else y_TN.clone()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from megascale.errors import FluxError
 from megascale.flux import library
 from megascale.flux.call import Call
 from megascale.flux.group_operator import GroupOperator
@@ -27,7 +28,10 @@ class GemmAllReduce(GroupOperator):
         *,
         weight_layout: str = "NK",
     ) -> Tensor:
-        """y [T, N], summed over ranks, on every rank. Arguments as of `GemmReduceScatter`."""
+        """y [T, N], summed over ranks, on every rank. Arguments as of `GemmReduceScatter`.
+
+        Of an operator with view=True y may be memory that the next call but one overwrites.
+        """
         self._refuse_gradients(x, weight, bias)
         return self.run(x, [weight], [bias], weight_layout)
 
@@ -40,6 +44,11 @@ class GemmAllReduce(GroupOperator):
     ) -> Tensor:
         """The call with plain arguments."""
         if self._in_graph():
+            if self.settings.view:
+                raise FluxError(
+                    "view=True gives memory that later calls overwrite, and a compiled program may "
+                    "read it after them; make the operator without it for torch.compile"
+                )
             return library.gemm_all_reduce(x, weights[0], biases[0], self._key, layout)
         y_TN: Tensor = self._execute(Call(self.op, x, weights, biases, layout))
         return y_TN
