@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 LARGE, MIDDLE, FEW = 4096, 1024, 512
-NOT_OURS = ("nccl", "symm_mem", "one_shot", "two_shot", "two_shot_in_place")
+NOT_OURS = ("nccl", "symm_mem", "one_shot", "two_shot", "two_shot_in_place", "two_shot_view")
 
 Target = dict[str, Any]
 
