@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascale.flux import kernel_call
+from megascale.flux.all_gather_gemm.config import FusedAllGather
 from tests.distributed import run_ranks
 from tests.flux.shared_arena import POISON, SharedArena, interpret_kernels
 
@@ -107,6 +109,63 @@ def test_a_kernel_with_its_constants_is_loaded_once(done: list[str]) -> None:
     assert done == ["compiled", "loaded"]
 
 
+class NoGpu:
+    """Triton's driver of a Hopper GPU that is not there: what a compilation asks for."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+def _compiled_by_prepared(rank: int, world_size: int) -> list[int]:
+    """Shared memory of kernels in Gluon and Triton, as `loaded` compiles them before a launch."""
+    from triton.runtime.driver import driver
+
+    from megascale.flux.symmetric import launch
+
+    hopper = import_module("megascale.flux.all_gather_gemm.hopper")
+    driver.set_active(NoGpu())
+    found = []
+
+    def loaded(kernel: Any, _device: Any, arguments: Any, constants: Any) -> Any:
+        compiled = kernel.warmup(**arguments, grid=(1,), **constants)
+        found.append(compiled.metadata.shared)
+        return compiled
+
+    class Call:
+        def __init__(self, *_args: Any) -> None:
+            """A `KernelCall` of a kernel that is on no device."""
+
+    for module in (kernel_call, hopper):
+        module.loaded, module.KernelCall = loaded, Call  # type: ignore[attr-defined]
+    tiles = FusedAllGather(engine="hopper", block_m=128, block_n=128, block_k=64, num_stages=2)
+    flags = torch.zeros(64, dtype=torch.int32)
+    report = torch.zeros(8, dtype=torch.int64)
+    arena: Any = SimpleNamespace(
+        rank=0, world_size=2, num_sms=132, deadline_ns=0, done=flags, report=report
+    )
+    slot: Any = SimpleNamespace(world_size=2, rank=0, flags=[flags, flags], flag_ptrs=report)
+    x_WcK, weight, y_TN = (torch.zeros(s).bfloat16() for s in ((2, 256, 64), (128, 64), (512, 128)))
+    hopper.prepared(x_WcK[0], x_WcK, weight, None, y_TN, slot, arena, tiles, "NK", 512)
+    launch.waiting(arena, slot, range(2))
+    return found
+
+
+@pytest.mark.full
+def test_what_loads_a_kernel_compiles_it_with_the_arguments_of_its_launch() -> None:
+    pytest.importorskip("triton")
+    ((hopper, waiting),) = run_ranks(_compiled_by_prepared, 1)
+    assert hopper > 2 * 2 * (128 + 128) * 64, "stages of both operands"
+    assert waiting < 1024
+
+
 # Which of the kernels that a call loads fails: the first, or of two weights the first of the second
 # (in the interpreter few rows have three phases, a kernel each).
 FAILING = {"fused": 2, "few_rows": 4}
@@ -127,7 +186,6 @@ def _forms(arena: SharedArena) -> dict[str, Callable[[int], Any]]:
     """Every form that sends by copy engines, or by a kernel and launches another; calls by m."""
     from megascale.flux.all_gather_gemm import chunked as chunked_gather
     from megascale.flux.all_gather_gemm import few_rows, launch
-    from megascale.flux.all_gather_gemm.config import FusedAllGather
     from megascale.flux.few_rows.config import FewRows
     from megascale.flux.gemm_reduce_scatter import chunked as chunked_scatter
     from megascale.flux.gemm_reduce_scatter.chunked import ChunkedReduceScatter
