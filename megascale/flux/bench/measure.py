@@ -1,7 +1,8 @@
 """One case: choose, check, time everything interleaved, check again.
 
 What is timed in one run: cuBLAS alone (twice: their difference is the noise), the methods that are
-not ours, and each of our forms in the configuration that the tuner found fastest for it. What is
+not ours, and each of our forms in the configuration that the tuner found fastest for it; those
+whose result may stay in symmetric memory ("_view") too, beside others that leave it there. What is
 wrong or cannot run is named in the row and not timed; where that is a baseline every row needs, or
 the choice itself, there is no row.
 """
@@ -17,9 +18,10 @@ from typing import Any
 import torch
 
 from megascale.flux.bench.targets import NOT_OURS, efficiency
-from megascale.flux.bench.work import Work
+from megascale.flux.bench.work import VIEW, Work
 from megascale.flux.bench.world import World
-from megascale.flux.forms import configs, on_request
+from megascale.flux.forms import configs, on_request, views
+from megascale.flux.symmetric.config import Sums
 from megascale.flux.timing import Probe, Run, Timer, interleave, medians, slowest_rank
 from megascale.flux.tuner import Candidate, Tuner, agreed
 from megascale.flux.tuning_cache import Key
@@ -49,6 +51,12 @@ class Measured:
     @property
     def value(self) -> float:
         return self.forms[self.chosen.name]
+
+    @property
+    def view_ms(self) -> float | None:
+        """Of the fastest of ours whose result stays in symmetric memory."""
+        ours = [ms for name, ms in self.forms.items() if name.endswith(VIEW)]
+        return min([*ours, self.value]) if ours else None
 
     @property
     def baselines(self) -> dict[str, float]:
@@ -91,9 +99,11 @@ def measure(work: Work, world: World, tuner: Tuner, timer: Timer, offer: Offer) 
     check = Check(work, world, excluded)
     best = {name: c for name, c in best.items() if check(name, c.config, 0)}
     others = ["two_shot_in_place"] if "two_shot" in best else []
+    viewed = _views(work, best)
     calls: dict[str, Run] = {"gemm": work.gemm(), "gemm_again": work.gemm()}
     calls |= {name: work.run(name, c.config) for name, c in best.items()}
     calls |= {name: work.run(name, None) for name in others if check(name, None, 0)}
+    calls |= {name: work.run(name, c) for name, c in viewed.items() if check(name, c, 0)}
     own = _own_gemm(work, best)
     if own is not None:
         problem = _attempt(lambda: mismatch(tensors_of(own()), tensors_of(calls["gemm"]())))
@@ -148,6 +158,16 @@ def _best_of_each_form(
         if ahead is None or ms.get(candidate.label, far) < ms.get(ahead.label, far):
             best[candidate.name] = candidate
     return {**best, chosen.name: chosen}
+
+
+def _views(work: Work, best: dict[str, Candidate]) -> dict[str, Any]:
+    """Configurations of forms that leave their result in symmetric memory, by name: the best one's,
+    and two hops, which then save a copy."""
+    op = work.case.op
+    found = {f"{name}{VIEW}": c.config for name, c in best.items() if views(op, name)}
+    if f"plain{VIEW}" in found:
+        found["plain_two_hops_view"] = Sums(shots=2)
+    return found
 
 
 class Check:

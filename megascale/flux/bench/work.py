@@ -25,6 +25,7 @@ from megascale.flux.ranks import gemm
 from megascale.flux.tiles import shard_rows
 from megascale.flux.timing import Run
 
+VIEW = "_view"
 _MOST_SETS = 8
 _L2_FULL = 3  # times the cache: then what a set reads is gone when its turn comes again
 
@@ -67,9 +68,12 @@ class Work:
         return values.normal_(0.0, scale, generator=generator)
 
     def call(self, name: str, config: Any, number: int) -> Any:
-        """The form on inputs `number`."""
-        form: Form = forms(self.case.op).get(name) or _BASELINES[name]
+        """The form on inputs `number`. A name that ends in "_view" lets the result be a view."""
         options = {} if config is None else {"config": config}
+        if name.endswith(VIEW) and name not in forms(self.case.op):
+            name = name.removesuffix(VIEW).removesuffix("_two_hops")
+            options["view"] = True
+        form: Form = forms(self.case.op).get(name) or _BASELINES[name]
         x, _, weight = self.sets[number]
         if self.case.op == "ag_gemm":
             return form(

@@ -13,7 +13,7 @@ from megascale.flux.arena import NUM_FLAGS
 from megascale.flux.problem import Problem
 from megascale.flux.symmetric import sizes
 
-PUSHERS = (16, 32)  # 8 fill a link with large pieces; more where each waits for its flags
+PUSHERS = (32, 16)  # 8 fill a link with large pieces; more where each waits for its flags
 _HOPS_BYTES = 64 << 10  # below it a second journey takes longer than what it saves
 _ROLES_BYTES = 1 << 20  # below it all sums together take less than the flags of a second role
 
@@ -67,15 +67,14 @@ def candidates(problem: Problem) -> list[Sums | None]:
     shots = 1 if scatter else sizes.shots(share * size, world_size)
     if scatter and share * size > sizes.COPY_ENGINE_BYTES:
         return found
-    if shots == 1:
-        if sizes.fits_in_band(share, size, world_size - 1, NUM_FLAGS):
-            is_default = sizes.goes_in_band(share, size, world_size - 1, NUM_FLAGS)
-            found.append(Sums(in_band=not is_default))
-        if share * size > _ROLES_BYTES and sizes.roles_fit(share, size, world_size, NUM_FLAGS):
-            found += [Sums(pushers=pushers) for pushers in PUSHERS]
-    if not scatter:
-        found += _with_other_hops(share, size, world_size, shots)
-    return found
+    one_hop = shots == 1
+    if one_hop and sizes.fits_in_band(share, size, world_size - 1, NUM_FLAGS):
+        is_default = sizes.goes_in_band(share, size, world_size - 1, NUM_FLAGS)
+        found.append(Sums(in_band=not is_default))
+    many = share * size > _ROLES_BYTES and sizes.roles_fit(share, size, world_size, NUM_FLAGS)
+    by_roles = [Sums(pushers=pushers) for pushers in PUSHERS if one_hop and many]
+    hops: list[Sums | None] = [] if scatter else _with_other_hops(share, size, world_size, shots)
+    return [*found, *by_roles[:1], *hops, *by_roles[1:]]
 
 
 def _with_other_hops(total: int, size: int, world_size: int, shots: int) -> list[Sums | None]:
