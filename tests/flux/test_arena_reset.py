@@ -62,6 +62,7 @@ def _reset(rank: int, world_size: int) -> list[int]:
     left = sum(int(slot.flags[rank].count_nonzero()) for slot in arena._slots)
     counters = zeros_of(arena, "tickets", 16)
     found = [left, arena.turns % NUM_SLOTS, *map(int, (arena.done.sum(), counters.sum()))]
+    dist.barrier()  # all have counted before anybody sends
     _sums(arena, 5)
     return [*found, int(arena.report[0])]
 
