@@ -133,7 +133,7 @@ def _ways(arena: Arena, slot: Slot, where: str) -> dict[str, Callable[[], Any]]:
     handle = symm_mem._SymmetricMemory
     value = there.view(torch.uint32)
     return {
-        "copy": lambda: there.copy_(arena.one),
+        "copy": lambda: there.copy_(arena.one[:1]),
         "memset": lambda: handle.memset32(value, 0, 1, 1),
         "write value": lambda: handle.stream_write_value32(value, 0, 1),
         "kernel": lambda: there.fill_(1),

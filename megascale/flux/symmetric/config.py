@@ -39,12 +39,19 @@ class Sums:
         if self.pushers is not None and (self.in_band or self.shots == 2):
             raise FluxError(f"pushers are for sums by flags in one hop, got {self}")
 
-    def goes_in_band(self, elements: int, word_bytes: int, parts: int) -> bool:
-        """Whether `parts` parts of `elements` words do. FluxError where they must and cannot."""
+    def goes_in_band(
+        self,
+        elements: int,
+        word_bytes: int,
+        parts: int,
+        limit_bytes: int = sizes.IN_BAND_BYTES,
+    ) -> bool:
+        """Whether `parts` parts of `elements` words do: up to `limit_bytes` where nothing is said.
+        FluxError where they must and cannot."""
         if self.in_band is False or self.pushers is not None:
             return False
         if self.in_band is None:
-            return sizes.goes_in_band(elements, word_bytes, parts, NUM_FLAGS)
+            return sizes.goes_in_band(elements, word_bytes, parts, NUM_FLAGS, limit_bytes)
         if not sizes.fits_in_band(elements, word_bytes, parts, NUM_FLAGS):
             raise FluxError(
                 f"{parts} parts of {elements} elements of {word_bytes} bytes do not fit into the "
@@ -69,7 +76,7 @@ def candidates(problem: Problem) -> list[Sums | None]:
         return found
     one_hop = shots == 1
     if one_hop and sizes.fits_in_band(share, size, world_size - 1, NUM_FLAGS):
-        is_default = sizes.goes_in_band(share, size, world_size - 1, NUM_FLAGS)
+        is_default = DEFAULT.goes_in_band(share, size, world_size - 1, sizes.ONE_HOP_IN_BAND_BYTES)
         found.append(Sums(in_band=not is_default))
     many = share * size > _ROLES_BYTES and sizes.roles_fit(share, size, world_size, NUM_FLAGS)
     by_roles = [Sums(pushers=pushers) for pushers in PUSHERS if one_hop and many]

@@ -52,7 +52,7 @@ def sum_over_ranks(
     scatter  rank r's share begins at element r * share; without, every share is all of x
     """
     world_size, size = arena.world_size, x.element_size()
-    in_band = config.goes_in_band(share, size, world_size - 1)
+    in_band = config.goes_in_band(share, size, world_size - 1, sizes.ONE_HOP_IN_BAND_BYTES)
     prepared = _prepare(x.dtype, x.numel(), share, in_band, config.pushers, scatter, *key_of(arena))
     with arena.turn((world_size - 1) * sizes.padded(share) * size) as slot:
         if in_band:
