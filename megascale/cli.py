@@ -183,6 +183,47 @@ def bench_flux(
     raise typer.Exit(code)
 
 
+@bench_app.command("step")
+def bench_step(
+    recipe: Annotated[Path, typer.Argument(help="TOML recipe")],
+    overrides: Overrides = None,
+    nproc: Annotated[int, typer.Option(help="ranks to start on this machine")] = 1,
+    ablate: Annotated[
+        bool, typer.Option("--ablate", help="climb MegaScale's ladder: one run a switch")
+    ] = False,
+    rounds: Annotated[int, typer.Option(help="runs of each case, in turns; the median")] = 1,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="rows are appended; default: benchmarks/results/{step,ladder}.jsonl"),
+    ] = None,
+    commit: Annotated[str | None, typer.Option(help="of a clean copy without repository")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="name in the rows; default: the preset, or the recipe")
+    ] = None,
+    target: Annotated[float | None, typer.Option(help="least MFU, a fraction")] = None,
+    baseline: Annotated[
+        list[str] | None, typer.Option(help="NAME=MFU of another system; may be repeated")
+    ] = None,
+) -> None:
+    """MFU of the training step of a recipe, or of each rung of MegaScale's ablation."""
+    from megascale.train.bench.start import bench_step as run
+
+    code = run(
+        recipe,
+        overrides or [],
+        nproc=nproc,
+        ablate=ablate,
+        rounds=rounds,
+        output=output,
+        commit=commit,
+        model=model,
+        target=target,
+        baselines=baseline or [],
+        arguments=sys.argv[1:],
+    )
+    raise typer.Exit(code)
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

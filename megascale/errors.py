@@ -38,7 +38,7 @@ class LaunchError(MegascaleError):
 
 
 class NumericalError(MegascaleError):
-    """A loss or gradient was not finite and the policy is to stop."""
+    """A loss or gradient was not finite and the policy is to stop; or a value check failed."""
 
     exit_code = 6
 

@@ -4,7 +4,8 @@
 #
 # Targets of `step`: within 10 % of Megatron-Core 0.19.2 on the same machine, same shapes, batch and layout (no
 # recomputation, distributed optimizer, fp32 gradients), which is the baseline of each row.
-# COMMIT names the commit in a copy of the tree that has no repository.
+# COMMIT names the commit in a copy of the tree that has no repository. LADDER=1 climbs MegaScale's ladder too,
+# which is a run for each rung.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -22,7 +23,7 @@ step() { # GPUs, model, target, Megatron-Core's MFU, recipe, further settings
         return
     fi
     for setting in "$@"; do settings+=(--set "$setting"); done
-    "$python" -m benchmarks.step "$recipe" --nproc "$ranks" --model "$model" "${settings[@]}" \
+    "$python" -m megascale bench step "$recipe" --nproc "$ranks" --model "$model" "${settings[@]}" \
         --target "$target" --baseline "megatron_core=$megatron" ${COMMIT:+--commit "$COMMIT"}
 }
 
@@ -37,4 +38,23 @@ step 2 gpt3-175b-4l 0.413 0.459 $wide \
 
 if [ "$gpus" -ge 2 ]; then
     "$python" -m megascale bench flux ${COMMIT:+--commit "$COMMIT"}
+fi
+
+ladder() { # GPUs, recipe, further settings
+    local ranks=$1 recipe=$2 settings=()
+    shift 2
+    if [ "$gpus" -lt "$ranks" ]; then
+        echo "skipped: the ladder on $recipe $* needs $ranks GPUs, found $gpus"
+        return
+    fi
+    for setting in "$@"; do settings+=(--set "$setting"); done
+    "$python" -m megascale bench step "$recipe" --nproc "$ranks" --ablate --rounds 2 "${settings[@]}" \
+        ${COMMIT:+--commit "$COMMIT"}
+}
+
+if [ -n "${LADDER:-}" ]; then
+    ladder 2 $wide
+    ladder 2 $wide parallelism.tensor_parallel_size=1 parallelism.pipeline_parallel_size=2 \
+        parallelism.virtual_pipeline_size=2
+    ladder 4 $wide parallelism.pipeline_parallel_size=2 parallelism.virtual_pipeline_size=2
 fi

@@ -28,6 +28,10 @@ LINGER_S = 60.0  # all ranks end together; how long the last may take after the 
 POLL_S = 0.05
 
 
+class StoppedError(LaunchError):
+    """Ranks ended because somebody asked them to, not because one failed."""
+
+
 def launch_local(arguments: Sequence[str], num_ranks: int, logs: Path, port: int | None) -> int:
     """Run `megascale ARGUMENTS` as `num_ranks` ranks; the exit code of the job.
 
@@ -130,11 +134,11 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], logs: Path, asked: Sequence[
 
 
 def _raise_if_stopped(ranks: Sequence[subprocess.Popen[bytes]], asked: Sequence[int]) -> None:
-    """Raises LaunchError where a rank had no loop yet to save and return when it was asked to."""
+    """Raises StoppedError where a rank had no loop yet to save and return when it was asked to."""
     for signum in asked:
         if any(process.poll() in (-signum, 128 + signum) for process in ranks):
             name = signal.Signals(signum).name
-            raise LaunchError(f"stopped by {name} while no step was running")
+            raise StoppedError(f"stopped by {name} while no step was running")
 
 
 def _first_failure(

@@ -1,0 +1,182 @@
+"""MegaScale's ablation (MegaScale 6.1, Table 3) as data: rungs, each with switches of its own.
+
+The order is the paper's, and a rung has the switches of all below it too. A rung that means nothing
+in a layout (an overlap of transfers that the layout has not) is left out by name. Three of the
+paper's rungs have no switch of the configuration yet: what they add is always on here, so it is in
+the baseline already and in no gain. They stay in the ladder, so that its output says so.
+
+The paper's window is not stated; 768 of 2048 tokens is what its FLOPs a token imply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+
+from megascale.config import RunConfig
+from megascale.errors import ConfigError
+from megascale.train.bench.case import Case, make_case
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A share of a whole number of the baseline's configuration, rounded down, at least 1."""
+
+    key: str
+    factor: Fraction
+
+    def of(self, config: RunConfig) -> int:
+        section, _, key = self.key.partition(".")
+        return max(1, int(getattr(getattr(config, section), key) * self.factor))
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A line of the ladder.
+
+    section           of the paper
+    settings          keys and values added to those of the rungs below; empty: no switch yet
+    paper_gain        of MFU as a fraction, over the paper's rung before (175B, 256 GPUs, Table 3)
+    needs             a degree of `[parallelism]` without which the rung means nothing
+    same_mathematics  the losses are those of the rung before, within noise
+    """
+
+    name: str
+    section: str
+    settings: Mapping[str, str | Scaled] = field(default_factory=dict)
+    paper_gain: float | None = None
+    needs: str | None = None
+    same_mathematics: bool = False
+
+
+LADDER = (
+    Rung(
+        "baseline",
+        "6.1",
+        {
+            "model.block": "serial",
+            "model.attention_window": "null",
+            "parallelism.flux": "reference",
+            "parallelism.pipeline_transfers": "coupled",
+            "optimizer.name": "adamw",
+        },
+    ),
+    Rung("parallel block", "3.1", {"model.block": "parallel"}, 0.046),
+    Rung(
+        "sliding window",
+        "3.1",
+        {"model.attention_window": Scaled("training.seq_len", Fraction(768, 2048))},
+        0.010,
+    ),
+    Rung(
+        "TP overlap",
+        "3.2",
+        {"parallelism.flux": "auto"},
+        0.022,
+        needs="tensor_parallel_size",
+        same_mathematics=True,
+    ),
+    Rung(
+        "PP overlap",
+        "3.2",
+        {"parallelism.pipeline_transfers": "decoupled"},
+        0.025,
+        needs="pipeline_parallel_size",
+        same_mathematics=True,
+    ),
+    Rung("DP overlap", "3.2", paper_gain=0.015),
+    Rung("efficient operators", "3.3", paper_gain=0.017),
+    Rung("misc", "6.1", paper_gain=0.011),
+    Rung(
+        "LAMB 3x batch",
+        "3.1",
+        {
+            "optimizer.name": "lamb",
+            "training.global_batch_size": Scaled("training.global_batch_size", Fraction(3)),
+        },
+        0.030,
+    ),
+)
+NO_SWITCH = "no switch yet: always on, so part of the baseline"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A rung in a layout.
+
+    settings     what it adds, as overrides
+    case         None where it is left out, and `left_out` says why
+    mathematics  the rung whose losses this one has: its own name where it changes them
+    """
+
+    rung: Rung
+    settings: tuple[str, ...]
+    case: Case | None
+    left_out: str | None
+    mathematics: str
+
+
+def settings_of(rung: Rung, config: RunConfig) -> tuple[str, ...]:
+    """What the rung adds, as overrides; `config` is the baseline's."""
+    return tuple(
+        f"{key}={value.of(config) if isinstance(value, Scaled) else value}"
+        for key, value in rung.settings.items()
+    )
+
+
+def why_left_out(rung: Rung, config: RunConfig) -> str | None:
+    """Why the rung is not run in this layout; None where it is."""
+    if not rung.settings:
+        return NO_SWITCH
+    if rung.needs is not None and getattr(config.parallelism, rung.needs) == 1:
+        return f"not in this layout: {rung.needs} is 1"
+    return None
+
+
+def plan_ladder(
+    recipe: Path, overrides: Sequence[str], num_ranks: int, *, model: str | None, num_gpus: int
+) -> list[Planned]:
+    """Every rung with its checked case. Raises MegascaleError where the recipe cannot take one."""
+    _check_overrides(overrides)
+
+    def case_of(settings: Sequence[str]) -> Case:
+        wanted = [*overrides, *settings]
+        return make_case(recipe, wanted, num_ranks, model=model, num_gpus=num_gpus)
+
+    config = case_of(()).config
+    planned: list[Planned] = []
+    below: list[str] = []
+    mathematics = ""
+    for rung in LADDER:
+        left_out = why_left_out(rung, config)
+        if left_out is not None:
+            planned.append(Planned(rung, (), None, left_out, rung.name))
+            continue
+        settings = settings_of(rung, config)
+        below.extend(settings)
+        mathematics = mathematics if rung.same_mathematics else rung.name
+        try:
+            case = case_of(below)
+        except ConfigError as error:
+            raise ConfigError(
+                f"this recipe cannot take the rung {rung.name!r} of the ladder, which sets "
+                f"{', '.join(settings)}: {error}. Nothing was started; choose another recipe, or "
+                "measure this one without --ablate"
+            ) from None
+        planned.append(Planned(rung, settings, case, None, mathematics))
+    return planned
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """The ladder's switches are its own; the batch is the recipe's until the last rung."""
+    switches = {key for rung in LADDER for key, value in rung.settings.items()}
+    switches.discard("training.global_batch_size")
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if key in switches:
+            raise ConfigError(
+                f"--set {override} is given with --ablate, whose rungs set {key} themselves; leave "
+                "it out, or measure one case without --ablate"
+            )

@@ -1,0 +1,148 @@
+"""Rows of `step` and `ladder` from finished runs (form: `benchmarks/README.md`)."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megascale.env import installed_versions
+from megascale.flux.bench.rows import machine
+from megascale.train.bench.case import Case
+from megascale.train.bench.ladder import Planned
+from megascale.train.bench.measure import Run
+from megascale.train.run_folder import commit
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What all rows of a command share. `fields` are those of its start; a row adds its time."""
+
+    fields: Mapping[str, Any]
+    on_gpus: bool
+
+    @classmethod
+    def here(
+        cls, *, num_ranks: int, on_gpus: bool, command: str, given_commit: str | None
+    ) -> Origin:
+        """`given_commit` is the user's word for a clean tree that has no repository."""
+        known = commit()
+        fields = {
+            "device": torch.cuda.get_device_name() if on_gpus else "cpu",
+            "num_devices": num_ranks,
+            "commit": given_commit or known or "unknown",
+            "dirty": not given_commit and (known is None or _tree_has_changes()),
+            "versions": installed_versions(("torch", "triton")),
+            "command": command,
+        }
+        return cls(fields, on_gpus)
+
+    def now(self) -> Row:
+        """The fields of a row that is written now, right after its run."""
+        row = {**self.fields, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        if self.on_gpus:
+            row["machine"] = machine(torch.device("cuda", 0))
+        return row
+
+
+def step_row(
+    case: Case,
+    runs: Sequence[Run],
+    origin: Origin,
+    *,
+    target: float | None,
+    baselines: Mapping[str, float],
+) -> Row:
+    """The row of one case. `target` is the least MFU."""
+    found = measured(runs)
+    row = {"bench": "step", "case": case.keys, **found, "baselines": dict(baselines)}
+    row |= origin.now()
+    if target is not None:
+        row["target"] = {"op": ">=", "value": target}
+        row["met"] = row["value"] is not None and row["value"] >= target
+    else:
+        row["met"] = None
+    return row
+
+
+def ladder_row(
+    plan: Planned, case: Case, runs: Sequence[Run], below: Sequence[Row], origin: Origin
+) -> Row:
+    """The row of a rung; `below` are the rows of the rungs before it that have one.
+
+    Gains are of MFU, as fractions. Without the baseline's row there is no sum of them.
+    """
+    found = measured(runs)
+    before = below[-1] if below else None
+    base = next((row for row in below if row["case"]["rung"] == "baseline"), None)
+    is_base = plan.rung.name == "baseline"
+    return {
+        "bench": "ladder",
+        "case": {**case.keys, **case.switches, "rung": plan.rung.name},
+        **found,
+        "gain": _difference(found, before),
+        "sum_of_gains": 0.0 if is_base and found["value"] is not None else _difference(found, base),
+        "over": before["case"]["rung"] if before else None,
+        "speedup": _ratio(found, before),
+        "total_speedup": 1.0 if is_base else _ratio(found, base),
+        "section": plan.rung.section,
+        "paper_gain": plan.rung.paper_gain,
+        "settings": list(plan.settings),
+        "losses": runs[-1].losses,
+        "baselines": {},
+        "met": None,
+        **origin.now(),
+    }
+
+
+def measured(runs: Sequence[Run]) -> Row:
+    """The numbers of a case: the median over its runs of each run's median step."""
+    timed = [step for run in runs for step in run.timed]
+    median = statistics.median(
+        statistics.median(step["step_s"] for step in run.timed) for run in runs
+    )
+    middle = min(timed, key=lambda step: abs(step["step_s"] - median))
+    return {
+        "metric": "mfu",
+        "value": middle.get("mfu"),
+        "mfu_causal": middle.get("mfu_causal"),
+        "step_s": median,
+        "tokens_per_s_per_gpu": middle["tokens_per_s_per_gpu"],
+        "peak_gb": max(step["memory_bytes"] for run in runs for step in run.steps) / 1e9,
+        "stats": {
+            "runs": len(runs),
+            "rounds": len(timed),
+            "min": min(step["step_s"] for step in timed),
+            "max": max(step["step_s"] for step in timed),
+        },
+    }
+
+
+def _difference(row: Row, other: Row | None) -> float | None:
+    if other is None or row["value"] is None or other["value"] is None:
+        return None
+    return float(row["value"] - other["value"])
+
+
+def _ratio(row: Row, other: Row | None) -> float | None:
+    name = "tokens_per_s_per_gpu"
+    return None if other is None else float(row[name] / other[name])
+
+
+def _tree_has_changes() -> bool:
+    changed = subprocess.run(
+        ["git", "status", "--porcelain", "--untracked-files=no"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return bool(changed.stdout.strip())

@@ -1,0 +1,222 @@
+"""`megascale bench step`: rows, refusals before anything starts, and real runs on a CPU."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megascale.train.bench import start
+from megascale.train.bench.case import Case
+from megascale.train.bench.measure import Run
+from tests.train.bench.planted import FIRST_LOSS, PP2, TINY, TP2, planted_run, write_tiny
+from tests.train.command import flags, run_here
+from tools import tables
+from tools.blocks import ROOT
+
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+
+# name: settings, further arguments, GPUs of the machine, what the message says
+REFUSED: dict[str, tuple[list[str], list[str], int, str]] = {
+    "rounds": ([], ["--rounds", "0"], 0, "--rounds is 0; give 1 or more"),
+    "ranks": ([], ["--nproc", "0"], 0, "--nproc is 0; give 1 or more"),
+    "GPUs": (
+        [TP2],
+        ["--nproc", "4", "--ablate"],
+        2,
+        "4 rank(s) need a GPU each and this machine has 2; start at most 2 (--nproc), or measure",
+    ),
+    "no GPU": (
+        ["training.device=cuda"],
+        [],
+        0,
+        "1 rank(s) need a GPU each and this machine has 0; measure on the CPU with --set",
+    ),
+    "layout": ([PP2], ["--nproc", "3", "--ablate"], 0, "start a multiple of 2 ranks (--nproc)"),
+    "misspelt": (["model.hidden_sise=3"], ["--ablate"], 0, "did you mean 'hidden_size'?"),
+    "steps": (["training.steps=4"], [], 0, "training.steps is 4; the bench leaves out the first 3"),
+    "weights": (
+        ["checkpoint.initial_load_path=runs/x"],
+        ["--ablate"],
+        0,
+        "checkpoint.initial_load_path is 'runs/x'; the bench checks the loss of untrained weights",
+    ),
+    "ramp": (
+        ["training.batch_ramp_up={start=2,increment=2,samples=8}"],
+        [],
+        0,
+        "set training.batch_ramp_up=null",
+    ),
+    "rung": (["model.bias=qkv"], ["--ablate"], 0, "cannot take the rung 'parallel block'"),
+    "switch": (["model.block=parallel"], ["--ablate"], 0, "leave it out, or measure one case"),
+    "target": ([], ["--ablate", "--target", "0.5"], 0, "they are about one case: leave them out"),
+    "baseline": ([], ["--baseline", "megatron"], 0, "--baseline is 'megatron'; give name=mfu"),
+    "folder": ([], ["--output", "DIR"], 0, "is a folder; name a file that rows are appended to"),
+    "file": ([], ["--output", "DIR/tiny.toml/rows"], 0, "tiny.toml, which is a file; name another"),
+}
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_measured_is_refused_before_anything_starts(
+    name: str, tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    settings, more, num_gpus, complaint = REFUSED[name]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.chdir(tmp_path)
+    arguments = [part.replace("DIR", str(tmp_path)) for part in more]
+    code = run_here(
+        monkeypatch, "bench", "step", str(write_tiny(tmp_path)), *flags(settings), *arguments
+    )
+    assert code == 2
+    assert complaint in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.toml"], "nothing was written"
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_an_unknown_recipe_is_refused(monkeypatch: Patch, capsys: Capture) -> None:
+    assert run_here(monkeypatch, "bench", "step", "recipes/gpt5.toml", "--ablate") == 2
+    assert "recipe recipes/gpt5.toml does not exist; give a TOML file" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_rank_of_a_launcher_does_not_start_a_bench(
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert run_here(monkeypatch, "bench", "step", str(write_tiny(tmp_path))) == 2
+    assert "started as a rank by torchrun; it starts its ranks itself" in capsys.readouterr().err
+
+
+def _rows(
+    folder: Path, monkeypatch: Patch, runs: list[dict[str, float]], *more: str
+) -> tuple[int, list[dict[str, Any]]]:
+    """Exit code and rows of the verb whose runs are planted, with these changes."""
+    planted = iter(runs)
+
+    def measure(case: Case) -> Run:
+        return planted_run(case, **next(planted))
+
+    monkeypatch.setattr(start, "run_case", measure)
+    output = folder / "new folder" / "step.jsonl"
+    where = ("--output", str(output), "--commit=0123456789ab")
+    code = run_here(monkeypatch, "bench", "step", str(write_tiny(folder)), *where, *more)
+    return code, tables.read_rows("step", output.parent) if output.exists() else []
+
+
+def test_the_row_of_a_case(tmp_path: Path, monkeypatch: Patch) -> None:
+    settings = ("--model", "small", "--target", "0.5", "--baseline", "megatron_core=0.544")
+    runs = [{"step_s": 0.1}, {"step_s": 0.4}, {"step_s": 0.2}]
+    code, rows = _rows(tmp_path, monkeypatch, runs, "--rounds", "3", *settings)
+    assert code == 0
+    (row,) = rows
+    recipe = tmp_path / "tiny.toml"
+    assert row["command"] == f"megascale bench step {recipe} --rounds 3 {' '.join(settings)}"
+    assert row["case"] == {
+        **dict.fromkeys(("tp", "pp", "vp", "dp", "mbs"), 1),
+        "model": "small",
+        "gbs": 4,
+        "seq": 16,
+        "block": "serial",
+        "attention": "full",
+        "recompute": "none",
+        "flux": "none",
+    }
+    assert (row["value"], row["mfu_causal"]) == pytest.approx((0.2, 0.15))
+    assert (row["step_s"], row["peak_gb"]) == (0.2, 2.0)
+    assert row["baselines"] == {"megatron_core": 0.544}
+    assert (row["target"], row["met"]) == ({"op": ">=", "value": 0.5}, False)
+    assert (row["commit"], row["dirty"], row["device"]) == ("0123456789ab", False, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("runs", "complaint"),
+    [
+        ([{"loss": FIRST_LOSS * 0.99}], "untrained weights must cost 5.55"),
+        ([{}, {"norm": 1.01}], "in 'the first round', which has the same mathematics"),
+    ],
+)
+def test_a_wrong_loss_leaves_no_row(
+    tmp_path: Path,
+    monkeypatch: Patch,
+    capsys: Capture,
+    runs: list[dict[str, float]],
+    complaint: str,
+) -> None:
+    code, rows = _rows(tmp_path, monkeypatch, runs, "--rounds", str(len(runs)))
+    assert (code, rows) == (6, [])
+    assert complaint in capsys.readouterr().err
+
+
+def _bench(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "megascale", "bench", "step", str(folder / "tiny.toml"), *more],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+
+
+@pytest.mark.full
+def test_the_ladder_on_two_ranks(tmp_path: Path) -> None:
+    write_tiny(tmp_path, TINY.replace("num_layers = 4", "num_layers = 2"))
+    result = _bench(tmp_path, "--nproc", "2", "--ablate", "--set", PP2)
+    assert result.returncode == 0, result.stderr
+    rows = tables.read_rows("ladder", tmp_path / "benchmarks" / "results")
+    names = ["baseline", "parallel block", "sliding window", "PP overlap", "LAMB 3x batch"]
+    assert [row["case"]["rung"] for row in rows] == names
+    assert all(row["value"] > 0 and len(row["losses"]) == 5 for row in rows)
+    window, overlap = rows[2], rows[3]
+    assert (window["case"]["transfers"], overlap["case"]["transfers"]) == ("coupled", "decoupled")
+    assert overlap["losses"] == window["losses"]
+    assert window["losses"] != rows[1]["losses"]
+    assert rows[4]["sum_of_gains"] == pytest.approx(rows[4]["value"] - rows[0]["value"])
+    printed = result.stdout.split("\n\n")[-1]
+    assert [line.split("  ")[0] for line in printed.splitlines()[1:10]] == [
+        *names[:3],
+        "TP overlap",
+        "PP overlap",
+        "DP overlap",
+        "efficient operators",
+        "misc",
+        "LAMB 3x batch",
+    ]
+    assert printed.count("no switch yet") == 3
+
+
+@pytest.mark.full
+def test_one_case_and_a_case_that_fails(tmp_path: Path) -> None:
+    write_tiny(tmp_path, TINY.replace("num_layers = 4", "num_layers = 1"))
+    result = _bench(tmp_path)
+    assert result.returncode == 0, result.stderr
+    output = tmp_path / "benchmarks" / "results" / "step.jsonl"
+    (line,) = output.read_text().splitlines()
+    row = json.loads(line)
+    assert row["step_s"] == statistics.median([row["stats"]["min"], row["stats"]["max"]])
+    failing = ("--set", "parallelism.flux=fused", "--set", TP2, "--nproc", "2")
+    result = _bench(tmp_path, *failing)
+    assert result.returncode == 2
+    assert 'of 2: parallelism.flux is "fused", and this rank computes on cpu' in result.stderr
+    assert output.read_text().splitlines() == [line]
+
+
+def test_the_old_way_to_start_it_still_does() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks.step", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "--ablate" in result.stdout
