@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from megascale.train.bench import start
 from megascale.train.bench.case import Case
 from megascale.train.bench.measure import Run
 from tests.train.bench.planted import FIRST_LOSS, PP2, TINY, TP2, planted_run, write_tiny
-from tests.train.command import flags, run_here
+from tests.train.command import end, flags, run_here, started
 from tools import tables
 from tools.blocks import ROOT
 
@@ -220,3 +222,21 @@ def test_the_old_way_to_start_it_still_does() -> None:
     )
     assert result.returncode == 0, result.stderr
     assert "--ablate" in result.stdout
+
+
+@pytest.mark.full
+def test_a_stop_in_the_middle_ends_the_ladder_with_its_table(tmp_path: Path) -> None:
+    recipe = write_tiny(tmp_path, TINY.replace("steps = 5", "steps = 1000000"))
+    output = tmp_path / "rows.jsonl"
+    arguments = ("bench", "step", str(recipe), "--ablate", "--output", str(output))
+    with started(arguments) as process:
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith("step: 2 "):
+            assert process.poll() is None, process.communicate()
+        process.send_signal(signal.SIGTERM)
+        code, printed, errors = end(process)
+    assert code == 5, errors
+    assert re.search(r"error: the run was stopped after \d+ of 1000000 steps: no row", errors)
+    assert "parallel block, round" not in printed, "the next rung was not started"
+    assert re.search(r"^parallel block +3\.1 +no row: not reached$", printed, re.MULTILINE)
+    assert not output.exists()
