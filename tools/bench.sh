@@ -48,8 +48,8 @@ ladder() { # GPUs, recipe, further settings
         return
     fi
     for setting in "$@"; do settings+=(--set "$setting"); done
-    "$python" -m megascale bench step "$recipe" --nproc "$ranks" --ablate --rounds 2 "${settings[@]}" \
-        ${COMMIT:+--commit "$COMMIT"}
+    "$python" -m megascale bench step "$recipe" --nproc "$ranks" --ablate --rounds 2 --model gpt3-175b-4l \
+        "${settings[@]}" ${COMMIT:+--commit "$COMMIT"}
 }
 
 if [ -n "${LADDER:-}" ]; then

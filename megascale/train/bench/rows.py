@@ -36,7 +36,6 @@ class Origin:
         """`given_commit` is the user's word for a clean tree that has no repository."""
         known = commit()
         fields = {
-            "device": torch.cuda.get_device_name() if on_gpus else "cpu",
             "num_devices": num_ranks,
             "commit": given_commit or known or "unknown",
             "dirty": not given_commit and (known is None or _tree_has_changes()),
@@ -46,8 +45,15 @@ class Origin:
         return cls(fields, on_gpus)
 
     def now(self) -> Row:
-        """The fields of a row that is written now, right after its run."""
-        row = {**self.fields, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        """The fields of a row that is written now, right after its run.
+
+        This process looks at a GPU here for the first time, when no rank runs.
+        """
+        row = {
+            "device": torch.cuda.get_device_name() if self.on_gpus else "cpu",
+            **self.fields,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
         if self.on_gpus:
             row["machine"] = machine(torch.device("cuda", 0))
         return row

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import typer
 
-from megascale.env import rank_environment
+from megascale.env import rank_environment, switch_multicast_off
 from megascale.errors import ConfigError
 from megascale.flux.bench.rows import append
 from megascale.train.bench.case import Case, make_case, runs_on_gpus
@@ -57,6 +57,8 @@ def bench_step(
         command=shlex.join(["megascale", *_reproducible(arguments)]),
         given_commit=commit,
     )
+    if origin.on_gpus:
+        switch_multicast_off()
     if ablate:
         return _ladder(planned, rounds, origin, output)
     runs = _rounds(cases[0], rounds)

@@ -18,7 +18,7 @@ from megascale.train.launch import StoppedError
 from tests.train.bench.planted import FIRST_LOSS, PP2, TP2, plan_tiny, planted_run
 
 Measure = Callable[[Case], Run]
-NOWHERE = Origin({"device": "cpu", "dirty": True}, on_gpus=False)
+NOWHERE = Origin({"dirty": True}, on_gpus=False)
 ALL = ["baseline", "parallel block", "sliding window", "TP overlap", "PP overlap", "LAMB 3x batch"]
 
 
