@@ -165,11 +165,12 @@ def _bench(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=220,
     )
 
 
 @pytest.mark.full
+@pytest.mark.timeout(240)  # 20 s alone; ten processes start, beside whatever else is tested
 def test_the_ladder_on_two_ranks(tmp_path: Path) -> None:
     write_tiny(tmp_path, TINY.replace("num_layers = 4", "num_layers = 2"))
     result = _bench(tmp_path, "--nproc", "2", "--ablate", "--set", PP2)
