@@ -202,6 +202,11 @@ class Arena:
             driver().copy(flags + 4 * first, self.one.data_ptr(), 4 * num, self._copies_handle)
 
     @property
+    def copy_stream(self) -> int:
+        """The stream of `send` and `carry`. From torch's pool: a program may have got it too."""
+        return self._copies_handle
+
+    @property
     def capturing(self) -> bool:
         """The call that has its turn is being captured into a graph."""
         return self._capture is not None

@@ -25,7 +25,7 @@ from megascale.flux.problem import Problem
 from megascale.flux.settings import Settings
 from megascale.flux.timing import EagerTimer, HostTimer
 from megascale.flux.tuner import REFERENCE, Candidate, Tuner
-from megascale.flux.tuning_cache import Key, TuningCache
+from megascale.flux.tuning_cache import Key, TuningCache, m_class
 
 SHIPPED = Path(__file__).with_name("tuned.json")
 
@@ -82,12 +82,17 @@ def choose_pair(problem: Problem, arena: Arena, settings: Settings, when: Mode) 
         return None
     offered = [
         Candidate("fused", config, _never)
-        for config in pair.configs(problem, capability_of(arena.device))
+        for config in pair.configs(_largest(problem), capability_of(arena.device))
     ]
     if not offered:
         return None
     config = _of_some(key, offered, cache).config
     return Bound("fused", pair.fused, arena, {"config": config})
+
+
+def _largest(problem: Problem) -> Problem:
+    """Of the shape class. Its configurations are those of all: a choice is there for all of it."""
+    return replace(problem, m=m_class(problem.m))
 
 
 def _never() -> object:
@@ -98,7 +103,7 @@ def _candidates(
     name: str, problem: Problem, call: Call, arena: Arena, *, view: bool
 ) -> Iterator[tuple[Candidate, Bound]]:
     """The form in each of its configurations, bound to the arguments of this call."""
-    for config in configs(call.op, name, problem, capability_of(arena.device)):
+    for config in configs(call.op, name, _largest(problem), capability_of(arena.device)):
         options = {} if config is None else {"config": config}
         if view and views(call.op, name):
             options["view"] = True

@@ -38,6 +38,7 @@ class VirtualArena:
         self.report = torch.zeros(8, dtype=torch.int64, pin_memory=True)
         self.stream = torch.cuda.Stream()
         self._copies = torch.cuda.Stream()
+        self.copy_stream = self._copies.cuda_stream
         self._slots, self._turn = slots, 0
 
     @contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor
 from megascale.flux.gemm_reduce_scatter.config import FusedReduceScatter
 from megascale.flux.gemm_reduce_scatter.launch import gemm_reduce_scatter
 from megascale.flux.problem import Layout
-from megascale.flux.symmetric.all_gather import all_gather
+from megascale.flux.symmetric.all_gather import all_gather, keep_started
 
 if TYPE_CHECKING:
     from megascale.flux.arena import Arena
@@ -37,10 +37,12 @@ def gemm_all_reduce(
 
     All tensors contiguous. `config` None: the default for the problem and the device. `view`: y_TN
     is memory of the slot, where it holds until the next flux call but one of the group begins; else
-    it is copied. Two turns of the arena, of which the first is complete before the second sends, so
-    that a kernel of the second which does not compile leaves nothing behind. Raises FluxError where
-    the tiles need more flags than a slot has.
+    it is copied. Two turns of the arena, which count as two calls; a gather that was started is
+    ended before them. The first is complete before the second sends, so that a kernel of the second
+    which does not compile leaves nothing behind. Raises FluxError where the tiles need more flags
+    than a slot has.
     """
+    keep_started(arena)
     y_tN = gemm_reduce_scatter(x_TK, weight, bias_N, arena, layout=layout, config=config)
     if arena.world_size == 1:
         return y_tN

@@ -30,7 +30,8 @@ class GemmAllReduce(GroupOperator):
     ) -> Tensor:
         """y [T, N], summed over ranks, on every rank. Arguments as of `GemmReduceScatter`.
 
-        Of an operator with view=True y may be memory that the next call but one overwrites.
+        Of an operator with view=True y may be memory that the next call but one overwrites. For
+        views and gathered inputs of earlier calls this is as two calls.
         """
         self._refuse_gradients(x, weight, bias)
         return self.run(x, [weight], [bias], weight_layout)

@@ -1,11 +1,12 @@
 """Launch of the fused Hopper kernel of GEMM + reduce-scatter (`hopper.py`), staged or not.
 
-Staged wherever the configuration asks for chunks, but in a capture, which knows no waits of a
-stream, and in the first call of a problem: so a capture always finds the other kernel loaded.
+Staged wherever the configuration asks for chunks and `can_stage`. Both kernels of a problem are
+loaded at its first call, so that a capture, which is not staged, always finds its own.
 """
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from megascale.flux.driver import current_stream
 from megascale.flux.gemm_reduce_scatter.hopper import gemm_reduce_scatter_hopper
 from megascale.flux.gemm_reduce_scatter.protocol import ScatterTiles
-from megascale.flux.gemm_reduce_scatter.staging import Staging, staging_of
+from megascale.flux.gemm_reduce_scatter.staging import Staging, can_stage, staging_of
 from megascale.flux.hopper_gemm import CONSUMER_WARPS, descriptor, weight_descriptor
 from megascale.flux.kernel_call import MOST_CALLS, KernelCall, loaded
 from megascale.flux.remembered import Remembered
@@ -65,43 +66,63 @@ def launch(
     if out.shape[0] == 0:  # no own rows: the tiles without rows still close the call
         out = out.new_empty(1, out.shape[1])
     x2, weight2 = (x_mK, weight) if pair is None else pair
-    key: tuple[Any, ...] = (
-        x_mK.shape, weight.shape, x2.shape, x_mK.dtype, layout, slot.world_size, config,
-        bias is None, pair is None, id(arena), slot.rank, arena.num_sms, arena.deadline_ns,
-        x_mK.device,
-    )  # fmt: skip
+    added = out if bias is None else bias
+    is_aligned = added.data_ptr() % 16 == 0
+    stream = current_stream(out.device.index)
     staging = None
-    if config.chunks and not arena.capturing and key in _calls:
+    if config.chunks and is_aligned and can_stage(arena, stream):
         staging = staging_of(slot, arena, x_mK.shape[0], out.shape[1], out.dtype, config)
     operands = _Operands(
-        x_mK, weight, x2, weight2, slot.data[slot.rank], out, out if bias is None else bias,
-        slot.data_ptrs, slot.flag_ptrs, slot.flags[slot.rank], arena.report,
-        *((out, arena.done) if staging is None else (staging.room(out), staging.counters)),
+        x_mK, weight, x2, weight2, slot.data[slot.rank], out, added, slot.data_ptrs,
+        slot.flag_ptrs, slot.flags[slot.rank], arena.report, out, arena.done,
     )  # fmt: skip
-    if staging is not None:
-        key = (*key, staging.tiles_a_chunk)
-    call = _calls.get(key)
-    aligned = operands.added.data_ptr() % 16 == 0
-    made = None
-    if call is None or not aligned:
-        made = _arguments(
-            operands, slot, arena, config, layout, bias is not None, pair is not None, staging
-        )
-        if aligned:
-            programs, arguments, constants = made
-            compiled = loaded(gemm_reduce_scatter_hopper, out.device, arguments, constants)
-            call = _calls[key] = KernelCall(compiled, arguments, programs, arena)
-    if staging is not None:
-        arena.fork()
-    if call is not None and aligned:
-        call.launch(current_stream(out.device.index), operands)
-    else:
-        assert made is not None
-        programs, arguments, constants = made
+    flags = (bias is not None, pair is not None)
+    if not is_aligned:
+        programs, arguments, constants = _arguments(operands, slot, arena, config, layout, *flags)
         with scratch_from_torch():
             gemm_reduce_scatter_hopper[(programs,)](**arguments, **constants)
-    if staging is not None:
+        return
+    key: tuple[Any, ...] = (
+        x_mK.shape, weight.shape, x2.shape, x_mK.dtype, layout, slot.world_size, config, flags,
+        id(arena), slot.rank, arena.num_sms, arena.deadline_ns, x_mK.device,
+    )  # fmt: skip
+    call = _calls.get(key)
+    if call is None:  # also where it is staged: a capture then finds this kernel loaded
+        call = _calls[key] = _made(operands, slot, arena, config, layout, flags, None)
+    if staging is None:
+        call.launch(stream, operands)
+        return
+    operands = operands._replace(room=staging.room(out), counters=staging.counters)
+    key = (*key, staging.tiles_a_chunk)
+    call = _calls.get(key)
+    if call is None:
+        call = _calls[key] = _made(operands, slot, arena, config, layout, flags, staging)
+    collects = gc.isenabled()
+    gc.disable()  # nobody's finalizer waits for the device before the copies are queued
+    try:
+        arena.fork()
+        call.launch(stream, operands)
         staging.carry(operands.room, arena)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _made(
+    operands: _Operands,
+    slot: Slot,
+    arena: Arena,
+    config: Any,
+    layout: str,
+    flags: tuple[bool, bool],
+    staging: Staging | None,
+) -> KernelCall:
+    """The kernel of this problem, compiled and loaded. `flags`: has_bias, is_pair."""
+    programs, arguments, constants = _arguments(
+        operands, slot, arena, config, layout, *flags, staging
+    )
+    compiled = loaded(gemm_reduce_scatter_hopper, operands.out.device, arguments, constants)
+    return KernelCall(compiled, arguments, programs, arena)
 
 
 def _arguments(
@@ -112,7 +133,7 @@ def _arguments(
     layout: str,
     has_bias: bool,
     is_pair: bool,
-    staging: Staging | None,
+    staging: Staging | None = None,
 ) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """(programs, arguments, constants) of a launch, in the order of the kernel's parameters."""
     m, columns = of.x.shape[0], of.out.shape[1]

@@ -12,11 +12,13 @@ be added: hence several chunks where a shard is large.
 Nothing starves: copy engines need no SM, and what they wait for are tiles that themselves wait for
 nothing. A stream that shares a hardware queue with the copy stream stands as long as they take.
 A peer sees tiles and flags as if they had been stored by the kernel, so each rank stages or not as
-it likes; in a capture, which knows no waits of a stream, none does.
+it likes (`can_stage`).
 """
 
 from __future__ import annotations
 
+import os
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,6 +82,18 @@ class Staging:
         for made, to, offset, num_bytes, flags, count in self._moves:
             arena.carry(made, to, source + offset, num_bytes, flags, count)
         arena.join()
+
+
+def can_stage(arena: Arena, stream: int) -> bool:
+    """Not in a capture, which knows no waits of a stream. Not where the host would stand in the
+    kernel's launch until it ends, before the copies that peers wait for are queued; and not where
+    the kernel itself would stand before them, in the copy stream."""
+    return not arena.capturing and stream != arena.copy_stream and not _launches_block()
+
+
+@cache
+def _launches_block() -> bool:
+    return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
 
 
 def staging_of(
