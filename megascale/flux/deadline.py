@@ -26,7 +26,9 @@ from torch import Tensor
 
 from megascale.errors import FluxError
 
-_calls: dict[str, int] = {}  # by group: calls of all its operators so far, those refused too
+# By name of the group: the group, and calls of all its operators so far, those refused too. A group
+# that is made anew under the same name has another store, and peers that may be new.
+_calls: dict[str, tuple[dist.ProcessGroup, int]] = {}
 _REFUSED = "refused: "
 
 
@@ -85,7 +87,9 @@ class Deadline:
     def _next(self) -> int:
         """The number of this call: taken first, so that a refusal counts on every rank."""
         name = self._group.group_name
-        number = _calls[name] = _calls.get(name, 0) + 1
+        group, number = _calls.get(name, (self._group, 0))
+        number = number + 1 if group is self._group else 1
+        _calls[name] = self._group, number
         return number
 
     @contextmanager

@@ -80,7 +80,7 @@ FORMS: dict[str, dict[str, Place]] = {
         "chunked": Place(f"{_AR}.chunked", _AR),
         "fused": Place(f"{_AR}.launch", _AR, f"{_RS}.config", by_device=True, views=True),
         "few_rows": Place(f"{_AR}.few_rows", _AR, *_FEW_ROWS),
-        "two_shot_view": Place("torch_symm", "two_shot_view", on_request=True, views=True),
+        "two_shot_view": Place("torch_symm", "two_shot_view", on_request=True),
     },
     "all_gather": {
         "nccl": Place("nccl", "all_gather"),

@@ -14,8 +14,10 @@ Legend: T rows of all ranks (m), t rows of this rank, K reduction, N columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
@@ -108,18 +110,13 @@ def two_shot_view(
     arena: Ranks,
     *,
     layout: Layout,
-    view: bool = True,
 ) -> Tensor:
-    """As `two_shot_in_place`, in two buffers by turns: y_TN holds until the next call but one.
-
-    view  False is no way to call it: a tensor of its own is what `two_shot` gives
-    """
-    assert view
-    name = arena.group.group_name
-    turn = _view_turns[name] = 1 - _view_turns.get(name, 1)
+    """As `two_shot_in_place`, in two buffers by turns: y_TN holds until the next call but one."""
+    memory = _memory_of(arena)
+    memory.view_turn = 1 - memory.view_turn
     num_bytes = _num_bytes(_product_shape(x_TK, weight, layout), x_TK.dtype)
     buffers = [_buffer(arena, num_bytes, which) for which in ("view 0", "view 1")]  # grow together
-    y_TN = _product_in_buffer(x_TK, weight, arena, layout, buffers[turn])
+    y_TN = _product_in_buffer(x_TK, weight, arena, layout, buffers[memory.view_turn])
     _sum_in_place(y_TN, arena)
     return y_TN if bias_N is None else y_TN.add_(bias_N)
 
@@ -148,8 +145,32 @@ def reserve(arena: Ranks, num_bytes: int) -> None:
     symm_mem.get_symm_mem_workspace(arena.group.group_name, num_bytes)
 
 
-_buffers: dict[tuple[str, str], list[Tensor]] = {}  # by group and use; the last is the largest
-_view_turns: dict[str, int] = {}  # by group; of the last call
+@dataclass
+class _Memory:
+    """What a group has of symmetric memory here.
+
+    buffers    by use; the last is the largest
+    view_turn  of the last call of `two_shot_view`
+    """
+
+    group: dist.ProcessGroup
+    buffers: dict[str, list[Tensor]] = field(default_factory=dict)
+    view_turn: int = 1
+
+
+_memories: dict[str, _Memory] = {}  # by name of the group
+_retired: list[dict[str, list[Tensor]]] = []  # of groups that are no more: see `_buffer`
+
+
+def _memory_of(arena: Ranks) -> _Memory:
+    """The memory of this group: a name comes again where groups are destroyed and made anew."""
+    group = arena.group
+    found = _memories.get(group.group_name)
+    if found is None or found.group is not group:
+        if found is not None:
+            _retired.append(found.buffers)
+        found = _memories[group.group_name] = _Memory(group)
+    return found
 
 
 def _product_in_buffer(
@@ -183,7 +204,7 @@ def _buffer(arena: Ranks, num_bytes: int, use: str = "") -> Tensor:
     Buffers that became too small are kept: torch gives freed symmetric memory out again by the
     lowest address of each rank, which may differ between them. Doubling bounds what is kept.
     """
-    kept = _buffers.setdefault((arena.group.group_name, use), [])
+    kept = _memory_of(arena).buffers.setdefault(use, [])
     if not kept or kept[-1].numel() < num_bytes:
         size = max(num_bytes, 2 * kept[-1].numel() if kept else 0)
         kept.append(symm_mem.empty(size, dtype=torch.uint8, device=arena.device))

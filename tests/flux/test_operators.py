@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascale.errors import FluxError
-from megascale.flux import AllGatherGemm, GemmAllReduce, GemmReduceScatter
+from megascale.flux import AllGatherGemm, GemmAllReduce, GemmReduceScatter, deadline
 from megascale.flux.compat import AGKernel
 from megascale.flux.deadline import Deadline
 from megascale.flux.tiles import shard_rows
@@ -351,6 +351,19 @@ def test_with_a_deadline_a_rank_that_does_not_call_is_named_and_hears_it_when_it
         assert message.startswith("gemm_rs: of 3 ranks [1] did not call within 1.0 s")
         assert f"flux call 2 of rank {rank}" in message
     assert "rank 0: gone, after 1.0 s without ranks [1]; rank 1: gemm_rs m=4" in late
+
+
+def test_calls_of_a_group_that_is_made_anew_are_counted_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its name is that of the group before; peers may be processes that have counted none."""
+    monkeypatch.setattr(deadline, "_calls", {})
+    monkeypatch.setattr(dist, "get_rank", lambda _group: 0)
+    before, anew = (
+        Deadline(cast(Any, SimpleNamespace(group_name="0", size=lambda: 2)), 1.0) for _ in range(2)
+    )
+    assert [before._next() for _ in range(3)] == [1, 2, 3]
+    assert [anew._next() for _ in range(2)] == [1, 2]
 
 
 def _differing(rank: int, world_size: int) -> str:

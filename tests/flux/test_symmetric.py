@@ -262,7 +262,7 @@ def test_many_shapes_with_ranks_out_of_step(ranks: Any, world_size: int) -> None
 
 def _sums_of_parts(rank: int, world_size: int) -> None:
     arena = _arena()
-    from megascale.flux.symmetric.launch import sum_arrived, sum_parts, wait_flags
+    from megascale.flux.symmetric.launch import sum_parts, summing_arrived, wait_flags
 
     for c, columns, dtype in [(1, 1, FP32), (5, 24, FP16), (3, 2100, FP32), (9, 48, BF16)]:
         whole = values(c, (3, c, 2 * columns), dtype)
@@ -274,8 +274,8 @@ def _sums_of_parts(rank: int, world_size: int) -> None:
         close(sum_parts(y_cN.new_empty(c, columns), parts), in_rank_order(list(parts)))
         with arena.turn(1) as slot:  # flags of all parts have come: of every two rows, eight a rank
             slot.flags[rank][10:34] = 1
-            first = {"first_flag": 10, "flags_per_source": 8, "rows_per_flag": 2}
-            sum_arrived(y_cN, parts, arena, slot, own=parts[rank], bias=bias, **first, counter=2)
+            flags = {"first_flag": 10, "flags_per_source": 8, "rows_per_flag": 2, "counter": 2}
+            summing_arrived(y_cN, parts, arena, slot, own=parts[rank], bias=bias, **flags)()
             close(y_cN, in_rank_order(list(parts)) + bias.float())
             cleared = (slot.flags[rank][10:34] == 0).view(3, 8)
             assert not arena.done.any()

@@ -20,8 +20,12 @@ def arena(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     monkeypatch.setattr(torch_symm, "symm_mem", allocated)
     monkeypatch.setattr(torch_symm, "_sum_in_place", allocated.all_reduce)
-    monkeypatch.setattr(torch_symm, "_buffers", {})
-    monkeypatch.setattr(torch_symm, "_view_turns", {})
+    monkeypatch.setattr(torch_symm, "_memories", {})
+    monkeypatch.setattr(torch_symm, "_retired", [])
+    return _rank_of_two()
+
+
+def _rank_of_two() -> Any:
     group = SimpleNamespace(group_name="two ranks")
     return SimpleNamespace(group=group, rank=0, world_size=2, device=torch.device("cpu"))
 
@@ -46,7 +50,23 @@ def test_both_memories_are_there_after_the_first_call_and_grow_together(arena: A
     """A capture may hold the second call, and nothing is allocated in one."""
     for m in (2, 50):
         _sum(torch_symm.two_shot_view, arena, m, 1.0)
-        sizes = [[b.numel() for b in buffers] for buffers in torch_symm._buffers.values()]
+        buffers_of = torch_symm._memory_of(arena).buffers
+        sizes = [[b.numel() for b in buffers] for buffers in buffers_of.values()]
         assert len(sizes) == 2
         assert sizes[0] == sizes[1]
         assert sizes[0][-1] >= m * 6 * 4
+
+
+def test_a_group_of_the_same_name_has_memory_and_turns_of_its_own(arena: Any) -> None:
+    """Peers of a group that was made anew do not know the addresses of the one before."""
+    forms = [torch_symm.two_shot_in_place, *[torch_symm.two_shot_view] * 3]
+    before = [_sum(form, arena, 3, 1.0) for form in forms]  # an odd number of views
+    anew = _rank_of_two()
+    assert anew.group.group_name == arena.group.group_name
+    after = [_sum(form, anew, 3, 2.0) for form in forms]
+    assert {y.data_ptr() for y in after}.isdisjoint({y.data_ptr() for y in before})
+    first, second = (torch_symm._memory_of(anew).buffers[f"view {turn}"][-1] for turn in (0, 1))
+    views = [y_TN.data_ptr() for y_TN in after[1:]]
+    assert views == [first.data_ptr(), second.data_ptr(), first.data_ptr()], "as on every new rank"
+    for y_TN in before:
+        assert torch.equal(y_TN, torch.full((3, 6), 8.0)), "freed memory would come again"

@@ -2,10 +2,10 @@
 
     wait_flags(arena, slot, range(W), skip_own=True)      # what copy engines of the peers announced
     sum_parts(out_cN, parts_WcN, own=own_cN, rank=arena.rank, bias=bias_N)
-    sum_arrived(out_cN, parts_WcN, arena, slot, own=own_cN)   # the same, waiting for flags itself
 
-Each has a twin, `waiting`, `summing` and `summing_arrived`, which compiles and loads the kernel and
-gives what launches it, for forms that send in between (`kernel_call.py`).
+Each has a twin, `waiting` and `summing`, which compiles and loads the kernel and gives what
+launches it, for forms that send in between (`kernel_call.py`). A sum that waits for flags itself is
+used by such forms alone: `summing_arrived`.
 
 Cost: a launch each (about 2 us in a graph); the sum runs at the speed of memory.
 
@@ -100,35 +100,6 @@ def summing(
     return _summing(out_cN, parts_WcN, own, bias, rank, _NO_FLAGS, _NO_WAIT)
 
 
-def sum_arrived(
-    out_cN: Tensor,
-    parts_WcN: Tensor,
-    arena: Arena,
-    slot: Slot,
-    *,
-    own: Tensor | None = None,
-    bias: Tensor | None = None,
-    first_flag: int = 0,
-    flags_per_source: int | None = None,
-    rows_per_flag: int | None = None,
-    counter: int = 0,
-) -> Tensor:
-    """`sum_parts` in which every program waits for the flags of its rows; the last clears them."""
-    summing_arrived(
-        out_cN,
-        parts_WcN,
-        arena,
-        slot,
-        own=own,
-        bias=bias,
-        first_flag=first_flag,
-        flags_per_source=flags_per_source,
-        rows_per_flag=rows_per_flag,
-        counter=counter,
-    )()
-    return out_cN
-
-
 def summing_arrived(
     out_cN: Tensor,
     parts_WcN: Tensor,
@@ -142,7 +113,8 @@ def summing_arrived(
     rows_per_flag: int | None = None,
     counter: int = 0,
 ) -> Callable[[], None]:
-    """What launches `sum_arrived`.
+    """What launches `sum_parts` in which every program waits for the flags of its rows; the last
+    clears them.
 
     Flag of (source, row): first_flag + source * flags_per_source + row // rows_per_flag. By default
     one flag a source.
