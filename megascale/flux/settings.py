@@ -84,6 +84,11 @@ class Settings:
                 "in_flight asks for a kernel that waits for peers; it goes with mode "
                 f'"auto" or "fused" and spin=True, got mode "{self.mode}" and spin={self.spin}'
             )
+        if self.view and self.mode not in ("auto", "fused"):
+            raise FluxError(
+                'view asks for a result in symmetric memory; it goes with mode "auto" or "fused", '
+                f'got mode "{self.mode}", whose result is a tensor of its own: leave view out'
+            )
 
 
 def _is_deadline(value: object) -> bool:
