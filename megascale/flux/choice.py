@@ -38,8 +38,8 @@ _RESERVING = ("nccl", "few_rows", "fused", "chunked")  # or only on `arena.num_s
 def choose(problem: Problem, call: Call, arena: Arena, settings: Settings, when: Mode) -> Bound:
     """The form, bound to `arena`. Collective at the group's first, and where it measures."""
     cache, tuner = _tuner_of(arena, settings.cache)
-    key = _class_of(problem, arena, settings, when, cache)
     allowed = _allowed(settings)
+    key = _class_of(problem, arena, settings, allowed, when, cache)
     unasked = set(on_request(call.op)) - set(settings.asked)
     offered = {
         candidate.label: (candidate, bound)
@@ -61,11 +61,18 @@ def choose(problem: Problem, call: Call, arena: Arena, settings: Settings, when:
 
 
 def _class_of(
-    problem: Problem, arena: Arena, settings: Settings, when: Mode, cache: TuningCache
+    problem: Problem,
+    arena: Arena,
+    settings: Settings,
+    allowed: tuple[str, ...] | None,
+    when: Mode,
+    cache: TuningCache,
 ) -> Key:
     """What was measured beside a form on request is a class of its own: operators that do not ask
-    for it never meet its choices. "auto" reads the other class where there is none of its own."""
-    key = Key.of(problem, when, device=arena.device, asked=",".join(settings.asked))
+    for it, or may not take it, never meet its choices. "auto" reads the other class where there is
+    none of its own."""
+    asked = [name for name in settings.asked if allowed is None or name in allowed]
+    key = Key.of(problem, when, device=arena.device, asked=",".join(asked))
     reads_other = settings.mode == "auto" and settings.tune == "cache" and cache.get(key) is None
     return replace(key, asked="") if reads_other else key
 

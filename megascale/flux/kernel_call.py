@@ -14,7 +14,8 @@ What a launch may fail at comes before it: `prepared` compiles and loads the ker
 gives only launches. So a form prepares before it sends anything, or a kernel that does not compile
 would leave data and flags in the slots of peers. (Loading may also wait for kernels that run.)
 
-Who keeps `KernelCall`s keeps at most MOST_CALLS a kernel (`remembered.py`), some 10 KB each.
+Who keeps `KernelCall`s keeps at most MOST_CALLS a kernel (`remembered.py`), some 10 KB each, and
+15 KB more for a descriptor whose tensor was seen at _MOST_MAPS addresses.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from megascale.flux.scratch import scratch_of
 _HOST_TYPES = {8: 10, 9: 8, 10: 9}  # Triton's numbers of element types, where the driver's differ
 _INTEGERS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
 _ALIGNMENT = 64  # of a tensor map; every parameter gets as much
-_MOST_MAPS = 4096  # of a tensor of a call: a program with more addresses encodes them again
+_MOST_MAPS = 64  # of a descriptor of a call: a program with more addresses encodes them again
 MOST_CALLS = 1024  # of a kernel: a program with more problems launches them by Triton again
 
 _calls: Remembered[tuple[Any, ...], KernelCall] = Remembered(4 * MOST_CALLS)  # of all its kernels

@@ -56,16 +56,18 @@ class LocalChecks:
 
     def rows(self, x: Tensor, num_rows: int | None) -> int:
         """T of an all-gather of x without a GEMM; FluxError where it cannot be."""
-        look: object = None
+        look: object
         try:
-            look = (x.shape, x.device, type(num_rows), num_rows)
+            current = x.is_cuda and torch.cuda.current_device()
+            look = (x.shape, x.device, current, type(num_rows), num_rows)
             found = self._rows.get(look)
-        except (AttributeError, TypeError):  # an argument of a wrong type: refused next
-            found = None
+        except (AttributeError, TypeError):  # of a wrong type, which is refused next, or no hash
+            found = look = None
         if found is None:
             found = check_rows(x, num_rows, self._group)
             self._check_device("x", x.device)
-            self._rows[look] = found
+            if look is not None:
+                self._rows[look] = found
         return found
 
     def described(self, call: Call) -> str:

@@ -85,6 +85,18 @@ def test_only_what_moved_is_rewritten_and_maps_are_remembered(fake: FakeDriver) 
     assert [seen[0] for seen in fake.maps] == [64, 4096]
 
 
+def test_maps_of_many_addresses_are_bounded(fake: FakeDriver) -> None:
+    """Some 200 bytes each, of thousands of descriptors."""
+    parameters = _parameters()
+    place = parameters._places[0]
+    most = 0
+    for number in range(300):
+        parameters.point_at([64 * (number + 1), 128])
+        most = max(most, len(place._maps))
+    assert most == kernel_call._MOST_MAPS <= 64
+    assert len(fake.maps) == 300, "each once, as long as none comes again"
+
+
 def test_an_address_that_the_compiler_was_not_told_of_is_refused(fake: FakeDriver) -> None:
     with pytest.raises(AssertionError, match="tensor 1 at an address that 16 does not divide"):
         _parameters().point_at([64, 72])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -245,6 +246,48 @@ def test_results_stay_in_symmetric_memory_only_where_it_is_asked_for() -> None:
         AllGatherGemm(None, view=True)
 
 
+def _measured_for_views(rank: int, world_size: int, path: str) -> list[list[str]]:
+    """What an all-reduce takes of measured tiles, with the result in symmetric memory and without:
+    of a class that was measured without alone, and of one whose form on request is the fastest."""
+    machine = Machine()
+    names = ("nccl", "plain", "fused", "chunked", "few_rows", "two_shot_view")
+    vars(choice)["forms"] = lambda _op: {name: machine._form(name) for name in names}
+    classes = [LARGE, 2 * LARGE]
+    if rank == 0:
+        cache = TuningCache(path)
+        of_all = {"fused(stages=1)": 3.0, "fused(stages=2)": 2.0, "chunked": 5.0, "nccl": 4.0}
+        of_views = {**of_all, "fused(stages=1)": 1.5, "two_shot_view": 1.0}
+        for m in classes:
+            of_class = Problem("gemm_ar", m, N, K, 2, torch.bfloat16, "NK")
+            cache.put(Key.of(of_class), Choice("fused", TWO, of_all))
+        cache.put(Key.of(of_class, asked="two_shot_view"), Choice("two_shot_view", None, of_views))
+        cache.save()
+    dist.barrier()
+    settings: list[dict[str, Any]] = [{}, {"mode": "fused"}, {"spin": False}]
+    found = []
+    for options in (o | {"view": view} for o in settings for view in (False, True)):
+        operator = GemmAllReduce(dist.group.WORLD, cache=path, **options)
+        taken = []
+        for m in classes:
+            operator(torch.zeros(m, K).bfloat16(), torch.zeros(N, K).bfloat16())
+            name, config = machine.calls[-1]
+            taken.append(name if config is None else f"{name} {config.stages}")
+        found.append(taken)
+    return found
+
+
+def test_a_class_of_a_form_on_request_is_read_where_it_may_be_taken(tmp_path: Path) -> None:
+    for found in run_ranks(_measured_for_views, 2, str(tmp_path / "tuned.json")):
+        assert found == [
+            ["fused 2", "fused 2"],
+            ["fused 2", "two_shot_view"],
+            ["fused 2", "fused 2"],
+            ["fused 2", "fused 2"],  # and not the tiles of the rule
+            ["nccl", "nccl"],
+            ["nccl", "nccl"],
+        ]
+
+
 def test_options_that_contradict_the_sum_in_flight_are_refused() -> None:
     for options in ({"mode": "chunked"}, {"mode": "reference"}, {"spin": False}):
         with pytest.raises(FluxError, match="in_flight asks for a kernel that waits for peers"):
@@ -397,6 +440,66 @@ def _on_another_device(rank: int, world_size: int) -> str:
 @pytest.mark.full
 def test_another_current_device_is_refused_before_anything_collective() -> None:
     assert run_ranks(_on_another_device, 2)[0].startswith("x is on cuda:1 and the current device")
+
+
+def _set_device_between_calls(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    """What is said of three calls that look alike, while the current device is 1, 0 and 1."""
+    group = dist.group.WORLD
+    assert group is not None
+    chosen = Selection(group, Settings("reference"))
+    chosen.checks._devices = frozenset({"cuda"})
+    vars(torch.cuda)["is_current_stream_capturing"] = lambda: False
+    for name in ("check", "check_rows"):
+        vars(local_checks)[name] = lambda *_, **__: 3
+    for module in (local_checks, selection):
+        vars(module)["check_tensors"] = lambda _call: None
+    x: Any = SimpleNamespace(
+        device=torch.device("cuda:1"), is_cuda=True, shape=(LARGE, K), dtype=torch.bfloat16
+    )
+
+    def said(call: Callable[[], object], current: int) -> str:
+        vars(torch.cuda)["current_device"] = lambda: current
+        try:
+            call()
+        except FluxError as error:
+            return str(error)
+        return ""
+
+    calls: list[Callable[[], object]] = [
+        lambda: chosen.bind(Call("gemm_rs", x, [], [], "NK")),
+        lambda: chosen.checks.rows(x, 8),
+    ]
+    of_product, of_rows = [[said(call, current) for current in (1, 0, 1)] for call in calls]
+    return of_product, of_rows
+
+
+def test_another_current_device_is_refused_in_every_call() -> None:
+    """Of a call that looks like an earlier one, too: else the driver would, after its turn."""
+    ((of_product, of_rows),) = run_ranks(_set_device_between_calls, 1)
+    for first, second, third in (of_product, of_rows):
+        assert (first, third) == ("", "")
+        assert second.startswith("x is on cuda:1 and the current device is cuda:0")
+
+
+class _NoHash:
+    """A number of rows, as an array of one number is."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __index__(self) -> int:
+        return 8
+
+
+def _rows_without_a_hash(rank: int, world_size: int) -> list[int]:
+    group = dist.group.WORLD
+    assert group is not None
+    checks = Selection(group, Settings()).checks
+    number: Any = _NoHash()
+    return [checks.rows(torch.zeros(4, K), rows) for rows in (number, 8, number)]
+
+
+def test_rows_may_be_any_whole_number() -> None:
+    assert run_ranks(_rows_without_a_hash, 2) == [[8, 8, 8]] * 2
 
 
 def _pairs(rank: int, world_size: int) -> dict[str, list[str]]:
