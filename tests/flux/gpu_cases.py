@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megascale.flux.arena import _counters as counters_of_forms
 from megascale.flux.forms import forms
 from megascale.flux.problem import Problem
 from megascale.flux.tiles import shard_rows
@@ -160,7 +161,10 @@ def not_at_rest(arena: Any) -> str:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     flags = [slot.flags[arena.rank].nonzero().flatten()[:5].tolist() for slot in arena._slots]
-    counters = arena.done.nonzero().flatten().tolist()
-    if any(flags) or counters or int(arena.report[0]):
+    counters = {
+        what: words.nonzero().flatten()[:5].tolist()
+        for what, words in {"done": arena.done, **counters_of_forms.get(arena, {})}.items()
+    }
+    if any(flags) or any(counters.values()) or int(arena.report[0]):
         return f"flags {flags}, counters {counters}, report {arena.report.tolist()} left"
     return ""

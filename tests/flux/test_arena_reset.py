@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megascale.flux.arena import NUM_SLOTS, zeros_of
+from megascale.flux.arena import NUM_SLOTS, Arena, zeros_of
 from megascale.flux.problem import Problem
 from megascale.flux.timing import Probe
 from megascale.flux.tuner import Candidate, Tuner
@@ -69,6 +69,31 @@ def _reset(rank: int, world_size: int) -> list[int]:
 
 def test_ranks_go_on_together_after_a_call_that_one_of_them_made() -> None:
     assert run_ranks(_reset, 3) == [[0, 0, 0, 0, 0]] * 3
+
+
+class _Turns(Arena):
+    """A rank's turns alone."""
+
+    def __init__(self, slots: Sequence[Any]) -> None:
+        self._slots, self._words, self._turn = list(slots), [], 0
+        self.done, self.report = torch.zeros(64), torch.zeros(8)
+
+    def _begin(self, _num_bytes: int) -> None:
+        """There is room, and one stream."""
+
+    def _quiesce(self) -> None:
+        """Nobody else."""
+
+
+def test_after_a_reset_all_ranks_take_the_first_turn() -> None:
+    arena = _Turns(range(NUM_SLOTS))
+
+    def turns(count: int) -> list[Any]:
+        return [arena.turn(0).__enter__() for _ in range(count)]
+
+    assert turns(NUM_SLOTS + 3) == [0, 1, 2, 3, 0, 1, 2]
+    arena.reset()
+    assert turns(2) == [0, 1]
 
 
 class _Once:

@@ -109,6 +109,20 @@ def test_with_a_deadline_a_kernel_waits(monkeypatch: pytest.MonkeyPatch) -> None
     assert not device.calls["wait"]
 
 
+def test_a_kernel_that_waits_is_loaded_once_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is another kernel: one that a later call would load only after it has sent."""
+    from megascale.flux.symmetric import launch
+
+    loaded: list[int] = []
+    arena = arenas(2, 64, _device(monkeypatch))[0]
+    monkeypatch.setattr(launch, "waiting", lambda arena, *_, **__: loaded.append(arena.deadline_ns))
+    slot = arena._slots[0]
+    arrivals = [lanes.Arrival(slot, range(4), per_source=2)]
+    for arena.deadline_ns in (0, 0, 5, 5, 0, 7):
+        lanes.Lanes(arena, two=False).load(arrivals, slot)
+    assert loaded == [0, 5, 7]
+
+
 def test_the_stream_of_before_is_current_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     device = _device(monkeypatch)
     used = lanes.Lanes(arenas(2, 64, device)[0], two=True)

@@ -58,6 +58,30 @@ MANY = [
 ]
 
 
+class _Limits:
+    """What of an arena a call depends on."""
+
+    deadline_ns, num_sms = 0, 132
+
+
+def test_a_call_is_of_its_deadline_and_its_programs() -> None:
+    from megascale.flux.few_rows.launch import call_of
+
+    arena: Any = _Limits()
+    made: list[Any] = []
+
+    def make() -> Any:
+        made.append((arena.deadline_ns, arena.num_sms))
+        return made[-1]
+
+    limits = [(0, 132), (5, 132), (5, 100), (0, 100)]
+    for _again in range(2):
+        for arena.deadline_ns, arena.num_sms in limits:
+            call: Any = call_of(arena, ("of one problem",), make)
+            assert call == (arena.deadline_ns, arena.num_sms)
+    assert made == limits
+
+
 def _random(seed: int, *shape: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(dtype)

@@ -149,6 +149,27 @@ def _checked(rank: int, world_size: int) -> list[str]:
     return [str(caught.value)]
 
 
+class _Operator:
+    """Of equal settings with others; two are never equal."""
+
+
+def test_a_graph_calls_the_newest_operator_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those before may be of a group that is no more."""
+    monkeypatch.setattr(library, "_operators", {})
+    first, second, third = _Operator(), _Operator(), _Operator()
+    for operator in (first, second, third):
+        library.register("key", operator)
+    del operator
+    assert library._operator("key") is third
+    del third
+    assert library._operator("key") is second
+    del second
+    assert library._operator("key") is first
+    del first
+    with pytest.raises(FluxError, match="has not made or has let go"):
+        library._operator("key")
+
+
 def test_the_ops_keep_torchs_rules() -> None:
     for (message,) in run_ranks(_checked, 3):
         assert message.startswith("a compiled graph calls the flux operator 'gemm_ar of nobody'")

@@ -90,6 +90,15 @@ def test_a_launch_is_compiled_and_loaded_when_it_is_prepared(done: list[str]) ->
     assert done == ["compiled", "loaded", "launched", "launched", "launched"]
 
 
+def test_a_launch_is_of_its_integers_its_grid_and_its_constants(done: list[str]) -> None:
+    kernel, words = FakeKernel(done), _words()
+    for programs, rows, deadline_ns in [(1, 3, 0), (1, 3, 5), (1, 4, 5), (2, 4, 5)]:
+        arguments = {"x_ptr": words, "rows": rows}
+        for _again in range(2):
+            kernel_call.prepared(kernel, programs, arguments, {"DEADLINE_NS": deadline_ns})
+    assert done == ["compiled", "loaded"] * 4
+
+
 def test_so_is_one_for_addresses_that_16_bytes_do_not_divide(done: list[str]) -> None:
     kernel = FakeKernel(done)
     launch = kernel_call.prepared(kernel, 1, {"x_ptr": _words(1), "rows": 3}, {})

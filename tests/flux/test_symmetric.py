@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -258,6 +259,16 @@ def test_a_gather_runs_beside_another_call(world_size: int) -> None:
 @pytest.mark.parametrize("ranks", [_reduce_scatters, _all_gathers])
 def test_many_shapes_with_ranks_out_of_step(ranks: Any, world_size: int) -> None:
     run_ranks(ranks, world_size, MANY, 0.004, timeout_s=110)
+
+
+def test_a_launch_depends_on_all_that_its_key_says() -> None:
+    from megascale.flux.symmetric.one_shot.launch import key_of
+
+    here = {"rank": 0, "world_size": 4, "deadline_ns": 0, "num_sms": 132, "device": "cuda:0"}
+    others = {"rank": 1, "world_size": 2, "deadline_ns": 5, "num_sms": 1, "device": "cuda:1"}
+    arenas: list[Any] = [SimpleNamespace(**here)]
+    arenas += [SimpleNamespace(**here | {name: other}) for name, other in others.items()]
+    assert len({key_of(arena) for arena in arenas}) == len(arenas)
 
 
 def _sums_of_parts(rank: int, world_size: int) -> None:
