@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 examples/fused_mlp.py
 
 On GPUs with NVLink the operators run as fused kernels, elsewhere as a collective and a GEMM; the
-program is the same, and so is its loss for any number of ranks.
+program is the same, and so is its loss for any number of ranks that divides tokens and columns.
 
 T tokens, D hidden, F ffn; a lower-case letter is the part of this rank.
 """
@@ -54,6 +54,8 @@ def main() -> None:
     dist.init_process_group("nccl" if on_gpu else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
+    if TOKENS % ranks or FFN % ranks:
+        sys.exit(f"{ranks} ranks do not divide {TOKENS} tokens and {FFN} columns: take 1, 2, 4, ...")
     torch.manual_seed(0)  # the same whole tensors on every rank, which takes its part
     mlp = FusedMlp(
         TensorOps.of(dist.group.WORLD),

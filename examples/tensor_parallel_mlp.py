@@ -1,4 +1,6 @@
-"""An MLP spread over ranks with the operators of `megascale.flux`, in a program of your own.
+"""An MLP spread over ranks with the plain functions of `megascale.flux`: a collective and a GEMM.
+
+fused_mlp.py has the fused operators and gradients.
 
     torchrun --standalone --nproc-per-node 2 examples/tensor_parallel_mlp.py
 
@@ -42,6 +44,8 @@ def main() -> None:
     group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     assert group is not None
 
+    if T % ranks or F % ranks:
+        sys.exit(f"{ranks} ranks do not divide {T} tokens and {F} columns: take 1, 2, 4, 8, ...")
     torch.manual_seed(0)
     x_TD = torch.randn(T, D).to(device)
     up_FD, down_DF = torch.randn(F, D).to(device), torch.randn(D, F).to(device)

@@ -86,7 +86,9 @@ class GroupOperator:
         if group is not None and self.world_size > 1:
             self._selection = Selection(group, settings)
             self._deadline = None if deadline_s is None else Deadline(group, deadline_s)
-            self._key = f"{self.op} of {group.group_name}, {settings}"
+            # The compiler's cache on disk may offer a graph to another rank, or to another job.
+            place = f"rank {self.rank} of {self.world_size} in {group.group_name}"
+            self._key = f"{self.op} of {place}, {settings}"
             library.register(self._key, self)
 
     def __repr__(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from numbers import Real
-from typing import get_args
+from typing import Any, get_args
 
 from megascale.errors import FluxError
 from megascale.flux.mode import FluxMode
@@ -64,7 +64,7 @@ class Settings:
                 f"deadline_s is {self.deadline_s!r}; it must be a number of seconds from "
                 f"{DEADLINES_S[0]:g} to {DEADLINES_S[1]:g}, or None for no deadline"
             )
-        if self.cache is not None and not isinstance(self.cache, str | os.PathLike):
+        if self.cache is not None and not _is_path(self.cache):
             raise FluxError(f"cache is {self.cache!r}; it must be the path of a file, or None")
 
     def _check_together(self) -> None:
@@ -95,3 +95,7 @@ def _is_deadline(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
     return DEADLINES_S[0] <= float(value) <= DEADLINES_S[1]
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike) and str(value) != "" and "\0" not in str(value)

@@ -18,6 +18,7 @@ import os
 import tempfile
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -150,23 +151,33 @@ class TuningCache:
         """Write what this process measured into the file, atomically, beside what is there.
 
         What came from elsewhere (the choices shipped with the package) is not copied into it.
-        One rank calls this. Raises FluxError where the folder cannot be written.
+        A file that holds something else is moved aside and kept. One rank calls this. Raises
+        FluxError where there is no file and none can be written.
         """
         if self.path is None:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.exists() and not self.path.is_file():
+                raise IsADirectoryError("it is there, and no file")
             on_disk, problem = _read(self.path)
             if problem:
-                kept = self.path.with_name(self.path.name + ".unreadable")
+                kept = _unused(self.path)
                 os.replace(self.path, kept)
                 logger.warning("tuning cache %s %s; it was moved to %s", self.path, problem, kept)
             _write(self.path, {**on_disk, **self._own})
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise FluxError(
-                f"the tuning cache {self.path} cannot be written ({error}); give a path in a "
-                'folder that this process may write, or tune="cache", which only reads'
+                f"the tuning cache {str(self.path)!r} cannot be written ({error}); give the path "
+                "of a file in a folder that this process may write, or "
+                'tune="cache", which only reads'
             ) from None
+
+
+def _unused(path: Path) -> Path:
+    """A name beside `path` that nothing has."""
+    names = (f"{path.name}.unreadable{number or ''}" for number in count())
+    return next(kept for name in names if not (kept := path.with_name(name)).exists())
 
 
 def _read(path: Path) -> tuple[dict[Key, Choice], str]:
@@ -177,14 +188,14 @@ def _read(path: Path) -> tuple[dict[Key, Choice], str]:
         return {}, ""
     except OSError as error:
         return {}, f"cannot be read ({error.strerror})"
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return {}, f"is not JSON ({error})"
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else None
         return {}, f"has format {found!r} and this program reads {FORMAT}"
     try:
         return dict(_entry(entry) for entry in content["entries"]), ""
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         return {}, f"has an entry that is none ({type(error).__name__}: {error})"
 
 

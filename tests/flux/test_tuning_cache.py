@@ -11,6 +11,7 @@ import torch
 
 from megascale.errors import FluxError
 from megascale.flux.problem import Problem
+from megascale.flux.settings import Settings
 from megascale.flux.tuning_cache import FORMAT, Choice, Key, TuningCache, m_class
 
 PROBLEM = Problem("ag_gemm", 100, 24576, 12288, 2, torch.bfloat16, "NK")
@@ -139,5 +140,44 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     cache = TuningCache(tmp_path / "file" / "tuned.json")
     cache.put(KEY, CHOICE)
-    with pytest.raises(FluxError, match=r"cannot be written .* give a path in a folder"):
+    with pytest.raises(FluxError, match=r"cannot be written .* give the path of a file in a folder"):
         cache.save()
+
+
+def test_a_folder_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "mine").write_text("kept")
+    cache = TuningCache.load(tmp_path / "cache")
+    cache.put(KEY, CHOICE)
+    with pytest.raises(FluxError, match="it is there, and no file"):
+        cache.save()
+    assert (tmp_path / "cache" / "mine").read_text() == "kept"
+
+
+def test_files_that_were_moved_aside_are_all_kept(tmp_path: Path) -> None:
+    path = tmp_path / "cache.json"
+    for text in ("first", "second"):
+        path.write_text(text)
+        cache = TuningCache.load(path)
+        cache.put(KEY, CHOICE)
+        cache.save()
+    kept = sorted(p.read_text() for p in tmp_path.glob("*.unreadable*"))
+    assert kept == ["first", "second"]
+
+
+@pytest.mark.parametrize("ms", ["[]", "null", '{"plain": 1' + "0" * 400 + "}", "[" * 100_000])
+def test_a_file_of_any_content_is_read_without_an_error(ms: str, tmp_path: Path) -> None:
+    path = tmp_path / "cache.json"
+    cache = TuningCache(path)
+    cache.put(KEY, CHOICE)
+    cache.save()
+    text = path.read_text()
+    start = text.index('"ms": ') + len('"ms": ')
+    path.write_text(text[:start] + ms + text[text.index("}", start) + 1 :])
+    assert len(TuningCache.load(path)) == 0
+
+
+@pytest.mark.parametrize("path", ["", "a\0b"])
+def test_a_path_that_is_none_is_refused(path: str) -> None:
+    with pytest.raises(FluxError, match="cache is"):
+        Settings(cache=path)
