@@ -199,6 +199,10 @@ def test_what_is_wrong_or_fails_is_named_and_not_timed() -> None:
     assert first[3] == second[3] == "nccl is excluded", "a wrong baseline leaves no row"
 
 
+def _never(*_: Any) -> int:
+    raise AssertionError("it starts")
+
+
 def _bad(options: dict[str, Any]) -> str:
     with pytest.raises(FluxError) as caught:
         start.bench_flux(**options)
@@ -217,12 +221,45 @@ def _bad(options: dict[str, Any]) -> str:
         ({"shapes": "gpt5"}, "--shapes names 'gpt5'"),
         ({"ops": "gemm_ar", "rows": "4096"}, "no case has --ops gemm_ar"),
         ({"nproc": 5}, "which 5 ranks do not divide"),
+        ({"forms": "fused,nonsense"}, "--forms has 'nonsense'; legal are nccl, symm_mem, plain, "),
+        ({"forms": "in_flight", "ops": "ag_gemm"}, "--forms has 'in_flight'; legal are nccl, "),
     ],
 )
 def test_options_that_are_none_are_refused_before_anything_starts(
-    options: dict[str, Any], complaint: str
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], complaint: str
 ) -> None:
+    monkeypatch.setattr(start, "_run", _never)
     assert complaint in _bad(options)
+
+
+@pytest.mark.parametrize("name", ["n", "k"])
+@pytest.mark.parametrize("size", ["0", "-4", "2.0", "true", '"8"'])
+def test_sizes_of_a_shape_are_whole_numbers_above_zero(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, size: str
+) -> None:
+    monkeypatch.setattr(start, "_run", _never)
+    file = tmp_path / "shapes.toml"
+    other = {"n": "k", "k": "n"}[name]
+    file.write_text(f'[mine]\nparallel = "column"\n{name} = {size}\n{other} = 8\n')
+    error = _bad({"shapes": str(file), "nproc": 2})
+    assert error.startswith(f"--shapes {file}: [mine] is ")
+    assert error.endswith("n and k are whole numbers, 1 or more")
+
+
+@pytest.mark.parametrize("option", ["output", "cache"])
+def test_a_path_that_cannot_become_a_file_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str
+) -> None:
+    monkeypatch.setattr(start, "_run", _never)
+    error = _bad({option: tmp_path, "nproc": 2})
+    assert error == f"--{option} {tmp_path} is a folder; give a file, such as {tmp_path / 'NAME'}"
+    file = tmp_path / "file"
+    file.write_text("")
+    error = _bad({option: file / "new" / "flux.jsonl", "nproc": 2})
+    assert f"lies below {file}, which is a file" in error
+    monkeypatch.setattr("os.access", lambda path, _: Path(path) != tmp_path)
+    error = _bad({option: tmp_path / "new" / "flux.jsonl", "nproc": 2})
+    assert error.endswith(f"cannot be written: no permission for {tmp_path}")
 
 
 @pytest.mark.full

@@ -137,10 +137,11 @@ def _from_file(path: Path) -> list[Shape]:
             raise FluxError(f"--shapes {path}: [{name}] must have {', '.join(sorted(wanted))}")
         shape = Shape(name, **table)
         sizes = (shape.n, shape.k)
-        if shape.parallel not in ("column", "row") or any(type(s) is not int for s in sizes):
+        sizes_fit = all(type(size) is int and size > 0 for size in sizes)
+        if shape.parallel not in ("column", "row") or not sizes_fit:
             raise FluxError(
                 f"--shapes {path}: [{name}] is {asdict(shape)}; parallel is 'column' or 'row', n "
-                "and k are whole numbers"
+                "and k are whole numbers, 1 or more"
             )
         found.append(shape)
     if not found:

@@ -7,6 +7,7 @@ the first failure is shown.
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from megascale.errors import FluxError, LaunchError
 from megascale.flux.bench.cases import OPS, ROWS, grid, shapes_of
 from megascale.flux.bench.rank import INCOMPLETE, Options
 from megascale.flux.default_rule import Mode
+from megascale.flux.forms import FORMS
+from megascale.flux.problem import Op
 from megascale.flux.tuner import Tune
 
 MODES: dict[str, list[Mode]] = {
@@ -65,19 +68,20 @@ def bench_flux(
     if num_gpus == 0 and mode != "eager":
         print("no GPU: eager reference forms on the CPU", flush=True)
         modes = MODES["eager"]
+    asked = [_one_of("--ops", op, OPS) for op in ops.split(",")]
     options = Options(
         shapes=shapes_of(shapes),
         rows=_rows(rows),
-        ops=[_one_of("--ops", op, OPS) for op in ops.split(",")],
+        ops=asked,
         modes=modes,
         dtype=_one_of("--dtype", dtype or ("bfloat16" if num_gpus else "float32"), DTYPES),
-        output=str(output),
+        output=str(_file("--output", output)),
         budget_s=budget_s,
         tune=_one_of("--tune", tune, get_args(Tune)),
-        cache="" if cache is None else str(cache),
+        cache="" if cache is None else str(_file("--cache", cache)),
         commit=commit or "",
         command=shlex.join(["megascale", *_reproducible(arguments)]),
-        forms=[name for name in forms.split(",") if name],
+        forms=_forms(forms, asked),
         num_configs=num_configs,
     )
     if num_gpus and nproc > num_gpus:
@@ -110,6 +114,25 @@ def _rows(text: str) -> list[int]:
     if not found or min(found) < 1:
         raise FluxError(f"--rows is {text!r}; give positive numbers such as 1,16,2048")
     return list(dict.fromkeys(found))
+
+
+def _forms(text: str, ops: Sequence[Op]) -> list[str]:
+    """The forms that are named; each is one of an operator that is measured."""
+    legal = tuple(dict.fromkeys(name for op in ops for name in FORMS[op]))
+    return [_one_of("--forms", name, legal) for name in text.split(",") if name]
+
+
+def _file(option: str, path: Path) -> Path:
+    """A path to which a file can be written. Its folder is made later, where there is none."""
+    if path.is_dir():
+        raise FluxError(f"{option} {path} is a folder; give a file, such as {path / 'NAME'}")
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise FluxError(f"{option} {path} lies below {above}, which is a file; give another path")
+    there = path if path.exists() else above
+    if not os.access(there, os.W_OK):
+        raise FluxError(f"{option} {path} cannot be written: no permission for {there}")
+    return path
 
 
 def _run(options: Options, nproc: int, logs: Path) -> int:
