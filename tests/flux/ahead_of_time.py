@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
 TARGETS = (80, 90)
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64"}
 
 
 def compiled(
@@ -45,6 +49,41 @@ def compiled(
         source,
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": num_warps, "num_stages": num_stages},
+    )
+
+
+def compiled_gluon(
+    kernel: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any], *, num_warps: int = 8
+) -> Any:
+    """A Hopper kernel as a launch with these would compile it, tensors at multiples of 16 bytes.
+
+    arguments, constants  together the kernel's, in its order
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    names = kernel.arg_names
+    assert [*arguments, *constants] == names
+    types, attributes = {}, {}
+    for i, name in enumerate(names):
+        value: Any = arguments.get(name)
+        if name in constants:
+            types[name] = "constexpr"
+        elif isinstance(value, Tensor):
+            types[name] = f"*{NAMES[value.dtype]}"
+        elif isinstance(value, int):
+            types[name] = "i32"
+        else:
+            kind = NAMES[value.base.dtype]
+            types[name] = f"tensordesc<{kind}{list(value.block_shape)},{value.layout!r}>"
+        divides = isinstance(value, int) and value % 16 == 0 and name != "rank"
+        if isinstance(value, Tensor) or divides:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(kernel, types, values, attributes)
+    return triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}
     )
 
 

@@ -34,6 +34,19 @@ def usage(compiled: Any) -> Usage:
     return Usage(int(found[1]), int(found[2]), compiled.metadata.shared)
 
 
+def branching(ptx: str) -> str:
+    """PTX of a warp-specialised kernel with the jump to a warp's role as branches, which
+    `always_precede` follows."""
+    jump = r"\$L_brx_\d+: \.branchtargets\s*((?:\$\w+,?\s*)+);\s*brx\.idx[^;]*;"
+
+    def branches(found: re.Match[str]) -> str:
+        return "\n".join(f"@%p0 bra {label};" for label in re.findall(r"\$\w+", found[1]))
+
+    ptx, count = re.subn(jump, branches, ptx)
+    assert count == 1
+    return ptx
+
+
 def always_precede(ptx: str, first: str, then: str, last: str) -> bool:
     """Whether on every path to an instruction that matches `last` there was one that matches
     `first` and after it one that matches `then`, both since the previous `last`.

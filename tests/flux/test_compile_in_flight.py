@@ -14,8 +14,8 @@ import torch
 from megascale.flux.gemm_config import HOPPER
 from megascale.flux.gemm_reduce_scatter.in_flight.config import InFlightReduceScatter, candidates
 from megascale.flux.problem import Problem
-from tests.flux.ahead_of_time import compiled
-from tests.flux.ptx import Usage, always_precede, usage
+from tests.flux.ahead_of_time import NAMES, compiled, compiled_gluon
+from tests.flux.ptx import Usage, always_precede, branching, usage
 from tests.flux.test_compile_ahead import AMPERE, SHARED_BYTES
 
 pytest.importorskip("triton")
@@ -31,7 +31,6 @@ READ_FLAG = r"ld\.acquire\.sys\.global\.b32"
 SET_FLAG = r"atom\.global\.sys\.release\.exch"
 PROXY_FENCE = r"fence\.proxy\.async\.global"
 BARRIER = r"bar\.(warp\.)?sync|barrier\.sync"
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64"}
 
 
 def _arena(deadline_ns: int = 0) -> Any:
@@ -61,10 +60,6 @@ def hopper(
     deadline_ns: int = 0,
 ) -> Any:
     """The Hopper kernel as a launch of this configuration would compile it."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     from megascale.flux.gemm_reduce_scatter.in_flight.hopper import in_flight_hopper
     from megascale.flux.gemm_reduce_scatter.in_flight.hopper_launch import _arguments
 
@@ -76,26 +71,7 @@ def hopper(
         arena.report,
     )  # fmt: skip
     _, arguments, constants = _arguments(tensors, slot, arena, config, layout, False)  # type: ignore[arg-type]
-    names = in_flight_hopper.arg_names
-    assert [*arguments, *constants] == names
-    types, attributes = {}, {}
-    for i, name in enumerate(names):
-        value: Any = arguments.get(name)
-        if name in constants:
-            types[name] = "constexpr"
-        elif isinstance(value, torch.Tensor):
-            types[name] = f"*{_NAMES[value.dtype]}"
-        elif isinstance(value, int):
-            types[name] = "i32"
-        else:
-            kind = _NAMES[value.base.dtype]
-            types[name] = f"tensordesc<{kind}{list(value.block_shape)},{value.layout!r}>"
-        divides = isinstance(value, int) and value % 16 == 0 and name != "rank"
-        if isinstance(value, torch.Tensor) or divides:
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    values = {(names.index(name),): value for name, value in constants.items()}
-    source = GluonASTSource(in_flight_hopper, types, values, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    return compiled_gluon(in_flight_hopper, arguments, constants)
 
 
 def portable(
@@ -124,12 +100,12 @@ def portable(
     types = {}
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
-            types[name] = f"*{_NAMES[value.dtype]}:16"
+            types[name] = f"*{NAMES[value.dtype]}:16"
         elif isinstance(value, int):
             divides = value % 16 == 0 and name not in ("m", "rows", "rank")
             types[name] = "i32:16" if divides else "i32"
         elif value is not None:
-            types[name] = f"tensordesc<{_NAMES[value.base.dtype]}{value.block_shape}>"
+            types[name] = f"tensordesc<{NAMES[value.base.dtype]}{value.block_shape}>"
     return compiled(
         kernel.in_flight_kernel,
         types,
@@ -138,18 +114,6 @@ def portable(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-
-
-def _branching(kernel: Any) -> str:
-    """PTX with the jump to a warp's role as branches, which `always_precede` follows."""
-    jump = r"\$L_brx_\d+: \.branchtargets\s*((?:\$\w+,?\s*)+);\s*brx\.idx[^;]*;"
-
-    def branches(found: re.Match[str]) -> str:
-        return "\n".join(f"@%p0 bra {label};" for label in re.findall(r"\$\w+", found[1]))
-
-    ptx, count = re.subn(jump, branches, kernel.asm["ptx"])
-    assert count == 1
-    return ptx
 
 
 def _with_first_only(ptx: str, pattern: str) -> str:
@@ -195,7 +159,7 @@ def test_tma_adds_in_the_type_of_x(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_a_turn_is_over_when_the_tile_is_there() -> None:
-    ptx = _branching(hopper(ENGINE))
+    ptx = branching(hopper(ENGINE).asm["ptx"])
     assert always_precede(ptx, f"{STORE}|{ADD_BY_TMA}", WRITTEN, SET_FLAG)
     # nothing is added before a turn was awaited and fenced
     assert always_precede(_with_first_only(ptx, ADD_BY_TMA), READ_FLAG, PROXY_FENCE, ADD_BY_TMA)
@@ -216,7 +180,7 @@ def test_candidates_of_the_engine_compile(world: int, layout: str) -> None:
 @pytest.mark.full
 def test_debug_mode_reports_and_traps() -> None:
     second = 10**9
-    of_engine = _branching(hopper(ENGINE, deadline_ns=second))
+    of_engine = branching(hopper(ENGINE, deadline_ns=second).asm["ptx"])
     for ptx in (of_engine, portable(SMALL, HOPPER, deadline_ns=second).asm["ptx"]):
         assert always_precede(ptx, READ_FLAG, r"fence\.sc\.sys", r"trap;")
 
