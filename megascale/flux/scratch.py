@@ -4,7 +4,7 @@ Triton asks for it at every launch, 128 bytes a map and program, by an allocator
 have set for kernels of its own. So ours is set for a launch and no longer. Later launches go past
 Triton (`kernel_call.py`) with memory that lives as long as its owner does: graphs hold its address.
 
-Cost: nothing for a kernel that makes no maps, which is all but one here.
+Cost: nothing for a kernel that makes no maps, which is all but two here.
 """
 
 from __future__ import annotations

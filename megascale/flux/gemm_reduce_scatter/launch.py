@@ -1,7 +1,7 @@
 """The form "fused": one kernel whose epilogue stores each tile at its owner, and whose tiles of the
 own shard, which come last, add what the peers have stored (Flux 3.1; order and flags: protocol.py).
 
-No copy stream, no barrier and no pass that reduces.
+No barrier and no pass that reduces; a copy stream where tiles are staged on their way (staging.py).
 
 Legend: W ranks, T rows of all ranks (m), t rows of this rank (c of a full shard), K local
 reduction, N columns.
