@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megascale.errors import FluxError
 from megascale.flux.operators import AllGatherGemm, GemmAllReduce, GemmReduceScatter
 from megascale.ops.linear import accumulate_bias_gradient, accumulate_weight_gradient
 
@@ -174,6 +175,14 @@ def _row_backward(
     return grads
 
 
+def _check_ops(ops: Any) -> None:
+    """Other arguments are checked by the operators, before they start anything."""
+    if not isinstance(ops, TensorOps):
+        raise FluxError(
+            f"ops is of type {type(ops).__name__}; it must be a TensorOps: TensorOps.of(group)"
+        )
+
+
 def column_parallel_linear(
     x_tI: Tensor,
     weight_oI: Tensor,
@@ -188,6 +197,7 @@ def column_parallel_linear(
     weight_oI  the own rows of the weight, [O / ranks, I]; bias_o likewise
     num_rows   T, where ranks hold unequal shares of the rows
     """
+    _check_ops(ops)
     y_To: Tensor = _Column.apply(x_tI, weight_oI, bias_o, ops, num_rows)
     return y_To
 
@@ -200,6 +210,7 @@ def row_parallel_linear(
     x_Ti       all token rows, the own columns, [T, I / ranks]
     weight_Oi  the own columns of the weight, [O, I / ranks]; bias_O whole, added once
     """
+    _check_ops(ops)
     y_tO: Tensor = _Row.apply(x_Ti, weight_Oi, bias_O, ops)
     return y_tO
 
@@ -217,5 +228,6 @@ def row_parallel_pair(
     One transfer for both products (`gemm_reduce_scatter/pair.py`); in backward one gather of the
     gradient for both weights.
     """
+    _check_ops(ops)
     y_tO: Tensor = _RowPair.apply(a_Ti, weight_Oi, b_Tj, weight_Oj, bias_O, ops)
     return y_tO

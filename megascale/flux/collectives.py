@@ -3,10 +3,12 @@ gradient needs, and as the parts of the reference operators.
 
 A group of None is one rank: the tensor itself comes back. Started collectives return a `Pending`;
 the caller may compute until it calls `wait()`. On CUDA `wait()` orders streams and does not block
-the host.
+the host. FluxError for what one rank sees to be wrong, before anything starts.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,8 @@ import torch.distributed as dist
 # go of tensors.
 import torch.distributed.nn.functional
 from torch import Tensor
+
+from megascale.errors import FluxError
 
 # torch 2.13 renames both and warns about the old names; 2.11 has only those.
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -50,6 +54,7 @@ def reduce_scatter_into(out: Tensor, whole: Tensor, group: dist.ProcessGroup) ->
 
 def start_all_gather(x_tD: Tensor, group: dist.ProcessGroup | None) -> Pending:
     """Rows of all ranks in rank order: [t, ...] to [t * ranks, ...]."""
+    check_rows_of(x_tD, group)
     if group is None:
         return Pending(x_tD, None)
     x_tD = x_tD.contiguous()
@@ -59,9 +64,10 @@ def start_all_gather(x_tD: Tensor, group: dist.ProcessGroup | None) -> Pending:
 
 def start_reduce_scatter(x_TD: Tensor, group: dist.ProcessGroup | None) -> Pending:
     """Sum over ranks, each keeps its slice of rows: [T, ...] to [T / ranks, ...]."""
+    check_rows_of(x_TD, group)
     if group is None:
         return Pending(x_TD, None)
-    assert x_TD.shape[0] % group.size() == 0, (tuple(x_TD.shape), group.size())
+    refuse_uneven_rows(x_TD, group)
     x_TD = x_TD.contiguous()
     x_tD = x_TD.new_empty(x_TD.shape[0] // group.size(), *x_TD.shape[1:])
     return reduce_scatter_into(x_tD, x_TD, group)
@@ -84,3 +90,26 @@ def rank_slice(num_rows: int, group: dist.ProcessGroup | None) -> slice:
     own = num_rows // group.size()
     first = torch.distributed.get_rank(group) * own
     return slice(first, first + own)
+
+
+def check_rows_of(x: Any, group: Any) -> None:
+    """FluxError where `x` has no rows, or `group` is no group (a non-member's is a number)."""
+    if not isinstance(x, Tensor):
+        raise FluxError(f"x is of type {type(x).__name__}; it must be a tensor [rows, ...]")
+    if x.dim() == 0:
+        raise FluxError("x has no dimension; it must be a tensor [rows, ...]")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise FluxError(
+            f"group is of type {type(group).__name__}; it must be a process group that this "
+            "process is a member of, or None for one rank"
+        )
+
+
+def refuse_uneven_rows(x_TD: Tensor, group: dist.ProcessGroup | None) -> None:
+    """FluxError where ranks cannot have equally many of the rows each."""
+    num_ranks = 1 if group is None else group.size()
+    if x_TD.shape[0] % num_ranks:
+        raise FluxError(
+            f"x is {list(x_TD.shape)}, whose {x_TD.shape[0]} rows {num_ranks} ranks do not divide; "
+            f"give a multiple of {num_ranks} rows, or use GemmReduceScatter, which takes any number"
+        )

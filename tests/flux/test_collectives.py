@@ -6,7 +6,9 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +17,17 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megascale.errors import FluxError
 from megascale.flux import (
+    TensorOps,
     all_gather,
     all_gather_gemm,
+    collectives,
+    column_parallel_linear,
     gemm_reduce_scatter,
     reduce_scatter,
+    row_parallel_linear,
+    row_parallel_pair,
 )
 from megascale.flux.collectives import rank_slice, start_all_gather, start_reduce_scatter
 from tests.distributed import run_ranks
@@ -109,15 +117,73 @@ def test_a_pending_keeps_its_input_until_the_collective_has_read_it() -> None:
     assert run_ranks(_inputs_alive, 2) == [[True, False, True]] * 2
 
 
-def _uneven(rank: int, world_size: int) -> list[str]:
-    with pytest.raises(AssertionError) as caught:
-        reduce_scatter(torch.ones(3, 2), dist.group.WORLD)
-    return [str(caught.value.args[0])]
+def _refused(rank: int, world_size: int) -> dict[str, str]:
+    """What is said of wrong arguments; nothing may be exchanged, nor multiplied, before."""
+    group = dist.group.WORLD
+    ops = TensorOps.of(group)
+    x, weight, bias = torch.ones(4, IN), torch.ones(OUT, IN), torch.ones(OUT)
+    wrong: dict[str, Callable[[], Any]] = {
+        "uneven": lambda: reduce_scatter(torch.ones(3, 2), group),
+        "scalar": lambda: reduce_scatter(torch.tensor(1.0), group),
+        "list": lambda: all_gather([1.0], group),  # type: ignore[arg-type]
+        "group": lambda: all_gather(x, "tensor"),  # type: ignore[arg-type]
+        "rs uneven": lambda: gemm_reduce_scatter(x[:3], weight, group),
+        "rs K": lambda: gemm_reduce_scatter(x, weight[:, 1:], group),
+        "rs alone": lambda: gemm_reduce_scatter(x, weight[:, 1:], None),
+        "rs group": lambda: gemm_reduce_scatter(x, weight, 2),  # type: ignore[arg-type]
+        "rs x": lambda: gemm_reduce_scatter(None, weight, group),  # type: ignore[arg-type]
+        "ag K": lambda: all_gather_gemm(x, weight[:, 1:], None, group),
+        "ag bias": lambda: all_gather_gemm(x, weight, bias[1:], group),
+        "ag type": lambda: all_gather_gemm(x, weight.double(), None, group),
+        "ag group": lambda: all_gather_gemm(x, weight, None, 2),  # type: ignore[arg-type]
+        "column": lambda: column_parallel_linear(x, weight, None, None),  # type: ignore[arg-type]
+        "column K": lambda: column_parallel_linear(x, weight[:, 1:], None, ops),
+        "row": lambda: row_parallel_linear(x, weight, None, group),  # type: ignore[arg-type]
+        "row K": lambda: row_parallel_linear(x, weight[:, 1:], None, ops),
+        "pair": lambda: row_parallel_pair(x, weight, x, weight, None, None),  # type: ignore[arg-type]
+    }
+    for name in ("_gather_single", "_scatter_single"):
+        vars(collectives)[name] = _never
+    vars(torch.nn.functional)["linear"] = _never
+    return {name: _error(call) for name, call in wrong.items()}
 
 
-def test_rows_that_ranks_do_not_divide_are_our_mistake() -> None:
-    (error,) = {e for found in run_ranks(_uneven, 2) for e in found}
-    assert error == "((3, 2), 2)"
+def _never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("it starts")
+
+
+def _error(call: Callable[[], Any]) -> str:
+    with pytest.raises(FluxError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_wrong_arguments_are_refused_before_anything_starts() -> None:
+    of_k = '; with weight_layout "NK" it must be [N, 12]'
+    k = f"weight is [4, 11] and x has 12 columns{of_k}"
+    wanted = {
+        "uneven": "x is [3, 2], whose 3 rows 2 ranks do not divide; give a multiple of 2 rows",
+        "scalar": "x has no dimension; it must be a tensor",
+        "list": "x is of type list; it must be a tensor",
+        "group": "group is of type str; it must be a process group",
+        "rs uneven": "x is [3, 12], whose 3 rows 2 ranks do not divide",
+        "rs K": k,
+        "rs alone": k,
+        "rs group": "group is of type int; it must be a process group",
+        "rs x": "x is None; it must be a tensor",
+        "ag K": k,
+        "ag bias": "bias is [3]; it must be [4]",
+        "ag type": "weight is torch.float64 and x is torch.float32",
+        "ag group": "group is of type int; it must be a process group",
+        "column": "ops is of type NoneType; it must be a TensorOps: TensorOps.of(group)",
+        "column K": k,
+        "row": "ops is of type ProcessGroup; it must be a TensorOps",
+        "row K": k,
+        "pair": "ops is of type NoneType; it must be a TensorOps",
+    }
+    for found in run_ranks(_refused, 2):
+        assert found.keys() == wanted.keys()
+        assert not {name: said for name, said in found.items() if not said.startswith(wanted[name])}
 
 
 _PROGRAM = """
