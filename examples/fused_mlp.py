@@ -55,7 +55,7 @@ def main() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     if TOKENS % ranks or FFN % ranks:
-        sys.exit(f"{ranks} ranks do not divide {TOKENS} tokens and {FFN} columns: take 1, 2, 4, ...")
+        sys.exit(f"{ranks} ranks do not divide {TOKENS} tokens and {FFN} columns: take 1, 2, 4")
     torch.manual_seed(0)  # the same whole tensors on every rank, which takes its part
     mlp = FusedMlp(
         TensorOps.of(dist.group.WORLD),

@@ -1,8 +1,8 @@
 """Which form runs where nothing was tuned: a table by operator, mode and rows.
 
 Pure, so that every rank answers the same without asking. A missing entry of the tuning cache means
-this rule and never an error. By the geometric mean over the shapes of `bench flux` on 2x H200, within
-2.5 % of the best form for each number of rows.
+this rule and never an error. By the geometric mean over the shapes of `bench flux` on 2x H200 it is
+within 2.5 % of the best form for each number of rows.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     cache = TuningCache(tmp_path / "file" / "tuned.json")
     cache.put(KEY, CHOICE)
-    with pytest.raises(FluxError, match=r"cannot be written .* give the path of a file in a folder"):
+    with pytest.raises(FluxError, match=r"cannot be written .* give the path of a file"):
         cache.save()
 
 
