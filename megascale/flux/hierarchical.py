@@ -43,9 +43,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megascale.errors import FluxError
 from megascale.flux.lanes import block_length, block_of, num_blocks
-from megascale.flux.problem import Layout
+from megascale.flux.node_checks import check_cut, check_over_nodes
+from megascale.flux.problem import Layout, whole_number
 from megascale.flux.ranks import Ranks, padded
 from megascale.flux.tiles import rows_per_rank, shard_rows
 
@@ -75,11 +75,7 @@ class Nodes:
         ranks_of  of the node's group, e.g. `lambda g: Arena.of(g, device)`
         Raises FluxError where nodes would not be full.
         """
-        if ranks_per_node < 1 or group.size() % ranks_per_node:
-            raise FluxError(
-                f"ranks_per_node is {ranks_per_node} and the group has {group.size()} ranks; every "
-                "node must hold equally many"
-            )
+        ranks_per_node = check_cut(group, ranks_per_node, ranks_of)
         members = dist.get_process_group_ranks(group)
         node, place = divmod(dist.get_rank(group), ranks_per_node)
         inside = members[node * ranks_per_node : (node + 1) * ranks_per_node]
@@ -146,10 +142,16 @@ def all_gather_gemm(
 
     form         `all_gather_gemm` of one node
     num_rows     m, where not every rank owns equally many rows
-    chunks       parts of an exchange
+    chunks       parts of an exchange, 1 or more
     form_writes  the form takes `outputs=` and needs no copy afterwards (the chunked one does)
+    Raises FluxError for what this rank sees to be wrong, before it sends anything.
     """
-    num_rows = x_tK.shape[0] * nodes.world_size if num_rows is None else num_rows
+    num_rows = check_over_nodes(
+        *("ag_gemm", x_tK, weights, biases, nodes, form, layout, num_rows),
+        gathered=gathered,
+        form_writes=form_writes,
+    )
+    chunks = whole_number("chunks", chunks, 1)
     c, num_columns = rows_per_rank(num_rows, nodes.world_size), x_tK.shape[1]
     block = block_length(c, chunks)
     parts = [block_of(0, c, block, i) for i in range(num_blocks(c, block))]
@@ -229,10 +231,12 @@ def gemm_reduce_scatter(
     """y_tN: this rank's rows of the product summed over all ranks of all nodes, plus the bias once.
 
     form    `gemm_reduce_scatter` of one node
-    chunks  blocks of columns. With a weight "KN" they are not contiguous, which cuBLAS takes
-            and kernels with descriptors refuse
+    chunks  blocks of columns, 1 or more. With a weight "KN" they are not contiguous, which cuBLAS
+            takes and kernels with descriptors refuse
+    Raises FluxError for what this rank sees to be wrong, before it sends anything.
     """
-    num_rows, axis = x_TK.shape[0], 0 if layout == "NK" else 1
+    num_rows = check_over_nodes("gemm_rs", x_TK, [weight], [bias_N], nodes, form, layout)
+    chunks, axis = whole_number("chunks", chunks, 1), 0 if layout == "NK" else 1
     c, num_columns = rows_per_rank(num_rows, nodes.world_size), weight.shape[axis]
     own = nodes.rows_of(num_rows, nodes.node, nodes.local.rank)
     y_tN = x_TK.new_empty(own, num_columns)

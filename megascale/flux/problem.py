@@ -55,10 +55,30 @@ def check(
     fused: bool = False,
     names: tuple[str, str] = ("x", "weight"),
 ) -> Problem:
+    """`check_at` the place of this process in `group`; None is one rank."""
+    if group is not None and dist.get_rank(group) < 0:
+        raise FluxError("this process is not a member of group; every caller must be")
+    place = (1, 0) if group is None else (group.size(), dist.get_rank(group))
+    return check_at(op, x, weights, biases, place, layout, num_rows, fused=fused, names=names)
+
+
+def check_at(
+    op: Op,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    place: tuple[int, int],
+    layout: str,
+    num_rows: int | None = None,
+    *,
+    fused: bool = False,
+    names: tuple[str, str] = ("x", "weight"),
+) -> Problem:
     """The problem, or a FluxError that names the argument. `fused` asks for what kernels need too.
 
     x         [t, K] for ag_gemm, else [T, K]
     weights   [N, K] each ("NK", as nn.Linear stores it) or [K, N] ("KN")
+    place     how many ranks there are, and which of them this is
     num_rows  T, where ranks hold unequal shares (ag_gemm only)
     names     of x and weights, for messages
     """
@@ -68,9 +88,7 @@ def check(
         raise FluxError("weight is an empty sequence; give at least one weight")
     if len(biases) != len(weights):
         raise FluxError(f"there are {len(weights)} weights and {len(biases)} biases; give one each")
-    if group is not None and dist.get_rank(group) < 0:
-        raise FluxError("this process is not a member of group; every caller must be")
-    world, rank = (1, 0) if group is None else (group.size(), dist.get_rank(group))
+    world, rank = place
     of_x, of_weight = names
     _matrix(of_x, x)
     k, first_n = x.shape[1], 0
