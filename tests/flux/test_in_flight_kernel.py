@@ -8,7 +8,6 @@ each hop are done before those of the next wait.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascale.errors import FluxError
+from megascale.flux.gemm_reduce_scatter import one_kernel
 from megascale.flux.gemm_reduce_scatter.config import FusedReduceScatter
 from megascale.flux.gemm_reduce_scatter.in_flight.config import InFlightReduceScatter
 from megascale.flux.gemm_reduce_scatter.in_flight.launch import gemm_reduce_scatter
@@ -201,7 +201,7 @@ def test_one_rank_takes_no_turn() -> None:
 
 
 def test_tiles_without_flags_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[gemm_reduce_scatter.__module__], "NUM_FLAGS", 65)
+    monkeypatch.setattr(one_kernel, "NUM_FLAGS", 65)
     arena: Any = SimpleNamespace(rank=0, world_size=3)
     x = torch.empty(3 * 16 * 33, 8, dtype=torch.bfloat16)
     with pytest.raises(FluxError, match=r"need 66 flags and there are 65"):
