@@ -262,3 +262,8 @@ def _integer(env: Mapping[str, str], name: str) -> int:
         return int(env[name])
     except ValueError:
         raise LaunchError(f"{name} is {env[name]!r}; it must be a whole number") from None
+
+
+def launches_block() -> bool:
+    """Whether CUDA keeps the host in every launch until its kernel has ended."""
+    return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")

@@ -17,13 +17,13 @@ it likes (`can_stage`).
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from megascale.env import launches_block
 from megascale.flux.arena import zeros_of
 from megascale.flux.driver import driver
 from megascale.flux.gemm_reduce_scatter.protocol import ScatterTiles
@@ -91,9 +91,7 @@ def can_stage(arena: Arena, stream: int) -> bool:
     return not arena.capturing and stream != arena.copy_stream and not _launches_block()
 
 
-@cache
-def _launches_block() -> bool:
-    return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+_launches_block = cache(launches_block)
 
 
 def staging_of(
