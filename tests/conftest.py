@@ -1,10 +1,21 @@
-"""Tests marked `gpu` or `multi_gpu` are skipped, with the reason, where the devices are missing."""
+"""Tests marked `gpu` or `multi_gpu` are skipped, with the reason, where the devices are missing.
+
+What the shell said about hangups is forgotten: under nohup the programs that tests start would
+rightly ignore the signals that the tests send.
+"""
 
 from __future__ import annotations
+
+import signal
 
 import pytest
 
 DEVICES_NEEDED = {"gpu": 1, "multi_gpu": 2}
+
+
+def pytest_configure() -> None:
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
