@@ -1,7 +1,7 @@
 """Tests marked `gpu` or `multi_gpu` are skipped, with the reason, where the devices are missing.
 
-What the shell said about hangups is forgotten: under nohup the programs that tests start would
-rightly ignore the signals that the tests send.
+Under nohup the programs that tests start would rightly ignore the hangups that tests send. So who
+runs tests has a handler in its place, which does as little and is not inherited.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import pytest
 DEVICES_NEEDED = {"gpu": 1, "multi_gpu": 2}
 
 
-def pytest_configure() -> None:
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def pytest_configure(config: pytest.Config) -> None:
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    if runs_tests and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
