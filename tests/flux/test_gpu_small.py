@@ -38,7 +38,7 @@ def test_small(op: Any, name: str) -> None:
         return run_form(name, case, given[rank], arena)[0]
 
     warm_up(arenas, call)
-    for _ in range(2):  # the second may be staged
+    for _ in range(2):
         for rank, found in enumerate(on_all(arenas, call)):
             assert wrong(case, found, given[rank]) == "", rank
         assert flags_at_rest(arenas)

@@ -112,7 +112,7 @@ def warm_up(arenas: list[VirtualArena], call: Callable[[int, VirtualArena], Any]
     in 2, 4 or 8 bytes (so both halves are set). Some counters (tickets, chunks) are waited for too,
     but what counts there are programs of the rank itself, all of which run: it is alone.
 
-    Twice, because some forms launch another kernel from the second call of a shape on.
+    Twice, since what a call finds remembered may take another way than the first.
     """
     flags = [f for slot in arenas[0]._slots for f in slot.flags]
     for rank, arena in enumerate(arenas):
