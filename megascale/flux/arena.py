@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascale.errors import FluxError
-from megascale.flux.driver import current_stream, driver
+from megascale.kernels.driver import current_stream, driver
 
 NUM_SLOTS = 4
 # Words of a slot. As flags, one a source and tile: m n / 32768 with tiles of 128 x 256. As data in
@@ -218,8 +218,8 @@ class Arena:
 
     def barrier(self) -> None:
         """All ranks have come here: one small kernel on the current stream."""
-        from megascale.flux.kernel_call import launch
         from megascale.flux.signals import barrier_kernel
+        from megascale.kernels.kernel_call import launch
 
         launch(
             barrier_kernel,

@@ -23,9 +23,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from megascale.flux.driver import current_stream, driver
-from megascale.flux.remembered import RememberedOf
 from megascale.flux.tiles import ceil_div
+from megascale.kernels.driver import current_stream, driver
+from megascale.kernels.remembered import RememberedOf
 
 if TYPE_CHECKING:
     from megascale.flux.arena import Arena, Slot

@@ -16,8 +16,8 @@ from megascale.errors import FluxError
 from megascale.flux.call import Call, check_sum, check_tensors
 from megascale.flux.problem import Problem, check, check_rows
 from megascale.flux.readable import is_readable
-from megascale.flux.remembered import Remembered
 from megascale.flux.settings import Settings
+from megascale.kernels.remembered import Remembered
 
 MOST_ANSWERS = 4096  # kept, about a kilobyte each: a server may see any number of rows
 

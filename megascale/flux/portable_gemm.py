@@ -20,12 +20,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megascale.flux.driver import current_stream
 from megascale.flux.gemm_config import HOPPER, GemmConfig, capability_of
-from megascale.flux.kernel_call import MOST_CALLS, KernelCall, loaded
 from megascale.flux.problem import Layout
-from megascale.flux.remembered import Remembered
 from megascale.flux.signals import INTERPRETED
+from megascale.kernels.driver import current_stream
+from megascale.kernels.kernel_call import MOST_CALLS, KernelCall, loaded
+from megascale.kernels.remembered import Remembered
 
 ALIGNMENT_BYTES = 16
 

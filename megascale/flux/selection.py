@@ -32,9 +32,9 @@ from megascale.flux.machine import why_not_fused
 from megascale.flux.problem import KERNEL_DTYPES, Op, Problem
 from megascale.flux.ranks import GroupOnly
 from megascale.flux.readable import readable, readable_biases
-from megascale.flux.remembered import Remembered
 from megascale.flux.settings import Settings
 from megascale.flux.tuner import REFERENCE
+from megascale.kernels.remembered import Remembered
 
 logger = logging.getLogger(__name__)
 

@@ -155,7 +155,7 @@ class Device:
 
 
 class Driver:
-    """What the arena and the lanes use of `megascale.flux.driver`: it queues."""
+    """What the arena and the lanes use of `megascale.kernels.driver`: it queues."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

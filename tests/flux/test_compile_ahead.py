@@ -209,7 +209,7 @@ def test_parameters_are_those_of_the_compiled_kernel(
     op: str, tma: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the driver's launch lays out: as many and as large as the kernel reads, in its order."""
-    from megascale.flux import kernel_call
+    from megascale.kernels import kernel_call
 
     fake = SimpleNamespace(tensor_map=lambda address, *_: address.to_bytes(128, "little"))
     monkeypatch.setattr(kernel_call, "driver", lambda: fake)

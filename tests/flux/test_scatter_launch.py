@@ -15,8 +15,8 @@ from megascale.flux.gemm_reduce_scatter.config import FusedReduceScatter
 pytest.importorskip("triton")
 
 from megascale.flux.gemm_reduce_scatter import hopper_launch, staging
-from megascale.flux.remembered import Remembered
 from megascale.flux.tiles import ceil_div
+from megascale.kernels.remembered import Remembered
 
 COPY_STREAM, STREAM = 7, 3
 CONFIG = FusedReduceScatter("hopper", chunks=2)

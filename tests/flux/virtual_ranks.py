@@ -16,7 +16,7 @@ import torch
 
 from megascale.flux.arena import NUM_FLAGS, NUM_SLOTS, Slot
 from megascale.flux.arena import _counters as counters
-from megascale.flux.driver import driver
+from megascale.kernels.driver import driver
 
 # Before CUDA starts: with the default of 8 hardware queues, streams of several ranks share one, and
 # a kernel that waits for a peer stands in front of the peer's work.

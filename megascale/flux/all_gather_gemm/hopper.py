@@ -29,8 +29,10 @@ from triton.language.core import _aggregate as aggregate
 
 from megascale.flux.all_gather_gemm.protocol import GatherTiles
 from megascale.flux.arena import Arena, Slot
-from megascale.flux.driver import current_stream
-from megascale.flux.hopper_gemm import (
+from megascale.flux.signals import wait_flag
+from megascale.flux.tiles import ceil_div
+from megascale.kernels.driver import current_stream
+from megascale.kernels.hopper_gemm import (
     CONSUMER_WARPS,
     PRODUCER_REGISTERS,
     PRODUCER_WARPS,
@@ -43,10 +45,8 @@ from megascale.flux.hopper_gemm import (
     tile_in_shard,
     weight_descriptor,
 )
-from megascale.flux.kernel_call import MOST_CALLS, KernelCall, loaded
-from megascale.flux.remembered import Remembered
-from megascale.flux.signals import wait_flag
-from megascale.flux.tiles import ceil_div
+from megascale.kernels.kernel_call import MOST_CALLS, KernelCall, loaded
+from megascale.kernels.remembered import Remembered
 
 
 @aggregate

@@ -18,9 +18,9 @@ from megascale.flux.arena import zeros_of
 from megascale.flux.few_rows.config import FewRows, block_m_of, candidates, programs_an_sm
 from megascale.flux.gemm_config import capability_of
 from megascale.flux.problem import Layout, Op, Problem
-from megascale.flux.remembered import RememberedOf
 from megascale.flux.symmetric.prepared import Prepared
 from megascale.flux.tiles import ceil_div
+from megascale.kernels.remembered import RememberedOf
 
 if TYPE_CHECKING:
     from megascale.flux.arena import Arena

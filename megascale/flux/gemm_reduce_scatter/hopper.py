@@ -33,7 +33,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
-from megascale.flux.hopper_gemm import (
+from megascale.flux.signals import set_flag, wait_flag
+from megascale.kernels.hopper_gemm import (
     PRODUCER_REGISTERS,
     PRODUCER_WARPS,
     accumulator_layout,
@@ -44,7 +45,6 @@ from megascale.flux.hopper_gemm import (
     wait_stores_but_one,
     wait_stores_written,
 )
-from megascale.flux.signals import set_flag, wait_flag
 
 
 @aggregate

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from megascale.env import launches_block
 from megascale.flux.arena import zeros_of
-from megascale.flux.driver import driver
 from megascale.flux.gemm_reduce_scatter.protocol import ScatterTiles
 from megascale.flux.lanes import remembered
 from megascale.flux.tiles import ceil_div, shard_rows
+from megascale.kernels.driver import driver
 
 if TYPE_CHECKING:
     from megascale.flux.arena import Arena, Slot

@@ -49,8 +49,8 @@ def waiting(
     per_source  flags a source: flag i was set by rank i // per_source (for the report)
     skip_own    leave out the flags that would be this rank's own
     """
-    from megascale.flux.kernel_call import prepared
     from megascale.flux.symmetric.kernel import wait_flags_kernel
+    from megascale.kernels.kernel_call import prepared
 
     if not len(indices) or (arena.world_size == 1 and skip_own):
         return _nothing
@@ -167,8 +167,8 @@ def _summing(
     flags: dict[str, Any],
     wait: dict[str, Any],
 ) -> Callable[[], None]:
-    from megascale.flux.kernel_call import prepared
     from megascale.flux.symmetric.kernel import sum_parts_kernel
+    from megascale.kernels.kernel_call import prepared
 
     rows, columns = out_cN.shape
     assert parts_WcN.shape[1:] == out_cN.shape, (parts_WcN.shape, out_cN.shape)

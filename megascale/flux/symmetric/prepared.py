@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megascale.flux.driver import current_stream
-from megascale.flux.kernel_call import KernelCall, loaded
+from megascale.kernels.driver import current_stream
+from megascale.kernels.kernel_call import KernelCall, loaded
 
 
 class Prepared:

@@ -29,7 +29,8 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from megascale.flux.gemm_reduce_scatter.hopper import Grid, make_output_tile
-from megascale.flux.hopper_gemm import (
+from megascale.flux.signals import set_flag, wait_flag
+from megascale.kernels.hopper_gemm import (
     PRODUCER_REGISTERS,
     PRODUCER_WARPS,
     accumulator_layout,
@@ -39,7 +40,6 @@ from megascale.flux.hopper_gemm import (
     wait_stores_but_one,
     wait_stores_written,
 )
-from megascale.flux.signals import set_flag, wait_flag
 
 
 @builtin

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megascale.flux.driver import current_stream
 from megascale.flux.gemm_reduce_scatter.in_flight.hopper import in_flight_hopper
 from megascale.flux.gemm_reduce_scatter.protocol import ScatterTiles
-from megascale.flux.hopper_gemm import CONSUMER_WARPS, descriptor, weight_descriptor
-from megascale.flux.kernel_call import MOST_CALLS, KernelCall
-from megascale.flux.remembered import Remembered
-from megascale.flux.scratch import scratch_from_torch
 from megascale.flux.tiles import ceil_div
+from megascale.kernels.driver import current_stream
+from megascale.kernels.hopper_gemm import CONSUMER_WARPS, descriptor, weight_descriptor
+from megascale.kernels.kernel_call import MOST_CALLS, KernelCall
+from megascale.kernels.remembered import Remembered
+from megascale.kernels.scratch import scratch_from_torch
 
 if TYPE_CHECKING:
     from megascale.flux.arena import Arena, Slot

@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.flux.driver import TENSOR_MAP_BYTES, TensorMapKind, current_stream, driver
-from megascale.flux.remembered import Remembered
-from megascale.flux.scratch import scratch_of
+from megascale.kernels.driver import TENSOR_MAP_BYTES, TensorMapKind, current_stream, driver
+from megascale.kernels.remembered import Remembered
+from megascale.kernels.scratch import scratch_of
 
 _HOST_TYPES = {8: 10, 9: 8, 10: 9}  # Triton's numbers of element types, where the driver's differ
 _INTEGERS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64}

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megascale.flux import kernel_call
 from megascale.flux.all_gather_gemm.config import FusedAllGather
+from megascale.kernels import kernel_call
 from tests.distributed import run_ranks
 from tests.flux.shared_arena import POISON, SharedArena, interpret_kernels
 

@@ -6,7 +6,7 @@ import gc
 import weakref
 from functools import partial
 
-from megascale.flux.remembered import Remembered, RememberedOf
+from megascale.kernels.remembered import Remembered, RememberedOf
 
 
 def test_one_key_too_many_empties_it_and_a_known_one_does_not() -> None:

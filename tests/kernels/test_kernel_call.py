@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from megascale.flux import kernel_call
-from megascale.flux.kernel_call import KernelCall, Parameters
+from megascale.kernels import kernel_call
+from megascale.kernels.kernel_call import KernelCall, Parameters
 
 META = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [128, 64]}
 SIGNATURE = {

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megascale.flux import scratch
-from megascale.flux.kernel_call import KernelCall
+from megascale.kernels import scratch
+from megascale.kernels.kernel_call import KernelCall
 
 
 class Owner:
