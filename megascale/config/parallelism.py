@@ -37,6 +37,20 @@ class ParallelismConfig(Section):
     bucket_mb: float = Field(
         200.0, gt=0.0, description="data-parallel communication unit: layers joined up to this"
     )
+    overlap_grad_reduce: bool = Field(
+        True,
+        description="a bucket's gradients are reduced under the backward below it; false: after "
+        "all of backward (ZeRO-2: after the bucket's, and waited for)",
+    )
+    overlap_param_gather: bool = Field(
+        True,
+        description="a bucket's parameters are gathered under the optimizer, data loading and the "
+        "next forward; false: all after the optimizer, and waited for",
+    )
+    grad_reduce_dtype: Literal["main", "bfloat16"] = Field(
+        "main",
+        description="what gradients travel in. bfloat16: half the bytes, summed in the main dtype",
+    )
 
     @model_validator(mode="after")
     def _degrees_agree(self) -> ParallelismConfig:
