@@ -30,7 +30,16 @@ class TrainingConfig(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: int = Field(1234, ge=0, lt=2**63)
-    gc_freq: int = Field(50, ge=1, description="steps between garbage collections, on all ranks")
+    gc: Literal["agreed", "automatic"] = Field(
+        "agreed",
+        description="garbage collections at agreed steps (MegaScale 6.3), or when Python likes",
+    )
+    gc_freq: int = Field(50, ge=1, description="steps between agreed collections, on all ranks")
+    run_ahead: bool = Field(
+        True,
+        description="launch a step before the values of the one before are read; false: the host "
+        "waits for each step's loss",
+    )
     nonfinite_policy: Literal["skip", "stop", "rollback"] = Field(
         "skip", description="a step with a non-finite gradient norm is never applied; then: ..."
     )

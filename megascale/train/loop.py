@@ -4,6 +4,10 @@ The host runs one step ahead of the device: the values of step k (loss, norm, wh
 masked, whether anybody wants to stop) are read while step k + 1 computes. Decisions follow from
 values that are equal on all ranks, so all ranks save, stop or roll back at the same step without a
 message. Before a checkpoint or a validation the loop catches up, because those wait anyway.
+
+`training.run_ahead = false` and `training.gc = "automatic"` are what older loops did, for the
+ladder: the host reads each step's loss before it launches the next, and Python collects when it
+likes.
 """
 
 from __future__ import annotations
@@ -16,10 +20,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import Literal
 
+import torch
 import torch.distributed as dist
 
 from megascale.checkpoint.manifest import list_checkpoints
+from megascale.config import TrainingConfig
 from megascale.data import BatchSource
 from megascale.errors import NumericalError
 from megascale.optim import learning_rate
@@ -67,7 +74,8 @@ class Loop:
         self.persistence = Persistence(assembly, folder, recorder)
         self.reporter = Reporter(assembly, folder)
         self._pending: _Pending | None = None
-        self._runs_ahead = assembly.device.type == "cuda"  # a CPU has done what was launched
+        self._on_device = assembly.device.type == "cuda"
+        self._runs_ahead = runs_ahead(self.config.training, assembly.device)
         self._num_nonfinite = 0  # without a good step behind the last of them
         self._last_nonfinite_step = 0
         self._stop_asked = False  # by a signal to this rank
@@ -80,7 +88,7 @@ class Loop:
             if not self._begin(resume=resume):
                 return
             self._open_loader()
-            with self._signals(), _manual_gc():
+            with self._signals(), _collections(self.config.training.gc):
                 self.reporter.restart_clock()
                 self._train()
                 self._finish()
@@ -215,6 +223,11 @@ class Loop:
         step, config = self.progress.step, self.config
         if not self._runs_ahead or step == config.training.steps:  # the last may be rolled back
             return True
+        return self._is_interval()
+
+    def _is_interval(self) -> bool:
+        """Is there a validation, a checkpoint or a comparison behind this step?"""
+        step, config = self.progress.step, self.config
         intervals = (
             config.validation.interval,
             config.checkpoint.interval if config.checkpoint.enable else 0,
@@ -224,12 +237,12 @@ class Loop:
 
     def _between_steps(self) -> None:
         step, config = self.progress.step, self.config
-        if step % config.training.gc_freq == 0:
+        if config.training.gc == "agreed" and step % config.training.gc_freq == 0:
             with self.recorder.span("gc", host=True):
                 gc.collect(1)
         if self._pending is not None:
             return  # no boundary
-        if self._runs_ahead:
+        if self._on_device and (self._runs_ahead or self._is_interval()):
             self.recorder.anchor()  # the device is idle: its clock is compared with the host's
         every = config.debug.check_replicas_interval
         if every and step % every == 0:
@@ -289,9 +302,18 @@ class Loop:
                 signal.signal(signum, handler)
 
 
+def runs_ahead(training: TrainingConfig, device: torch.device) -> bool:
+    """Is a step launched before the values of the one before are read? A CPU has done what was
+    launched."""
+    return device.type == "cuda" and training.run_ahead
+
+
 @contextmanager
-def _manual_gc() -> Iterator[None]:
+def _collections(policy: Literal["agreed", "automatic"]) -> Iterator[None]:
     """No collection but at agreed steps: one rank's pause stalls all (MegaScale 6.3)."""
+    if policy == "automatic":
+        yield
+        return
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
 import os
@@ -10,15 +11,18 @@ import signal
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from megascale.config import load_config
 from megascale.events import Header, Span, Sums, read_events
 from megascale.optim import learning_rate
 from megascale.telemetry.hooks import Hook
 from megascale.train import loop
-from megascale.train.loop import Loop
+from megascale.train import rank as rank_module
+from megascale.train.loop import Loop, runs_ahead
 from megascale.train.run_folder import RunFolder
 from tests.train.command import SMALL, end, flags, run_here, started, train_here, write_recipe
 from tests.train.runs import (
@@ -160,6 +164,49 @@ def test_the_last_checkpoints_stay(tmp_path: Path, monkeypatch: Patch) -> None:
     assert train_here(monkeypatch, run, *keep, "training.steps=9", more=["--resume"]) == 0
     loaded_from = "step-00000005"
     assert checkpoints(run) == [loaded_from, "step-00000008", "step-00000009"]
+
+
+# ---------------------------------------------------------------- what older loops did
+
+
+class _Collector(Hook):
+    """Whether Python collects by itself, at the end of each step."""
+
+    def __init__(self, seen: list[bool]) -> None:
+        self._seen = seen
+
+    def on_step_end(self, step: int) -> None:
+        self._seen.append(gc.isenabled())
+
+
+@pytest.mark.parametrize(("policy", "itself"), [("agreed", False), ("automatic", True)])
+def test_who_collects_garbage(
+    tmp_path: Path, monkeypatch: Patch, policy: str, itself: bool
+) -> None:
+    seen: list[bool] = []
+    original = rank_module.open_recorder
+
+    def watched(*arguments: Any) -> Any:
+        return original(*arguments[:-1], [_Collector(seen)])
+
+    monkeypatch.setattr(rank_module, "open_recorder", watched)
+    settings = [f'training.gc="{policy}"', "training.gc_freq=1"]
+    assert train_here(monkeypatch, tmp_path / "run", *settings) == 0
+    assert seen == [itself, itself]
+    events = read_events(tmp_path / "run" / "telemetry" / "rank_00000.jsonl")
+    collections = [e for e in events if isinstance(e, Span) and e.name == "gc"]
+    assert len(collections) == (0 if itself else 2)
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "ahead"),
+    [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)],
+)
+def test_the_host_runs_ahead_of_a_device_unless_told_not_to(
+    device: str, asked: bool, ahead: bool
+) -> None:
+    config = load_config(None, [f"training.run_ahead={str(asked).lower()}"])
+    assert runs_ahead(config.training, torch.device(device)) is ahead
 
 
 # ---------------------------------------------------------------- the host ahead of the device
