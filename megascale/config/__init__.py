@@ -2,6 +2,7 @@
 
 from megascale.config.load import load_config, parse_config
 from megascale.config.model import ModelConfig, RopeScaling
+from megascale.config.operators import OperatorsConfig
 from megascale.config.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from megascale.config.presets import PRESETS
 from megascale.config.run import (
@@ -34,6 +35,7 @@ __all__ = [
     "LrSchedulerConfig",
     "MetricsConfig",
     "ModelConfig",
+    "OperatorsConfig",
     "OptimizerConfig",
     "ParallelismConfig",
     "RopeScaling",

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from megascale.config.base import Section
 from megascale.config.model import ModelConfig
+from megascale.config.operators import OperatorsConfig
 from megascale.config.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from megascale.config.training import LrSchedulerConfig, OptimizerConfig, TrainingConfig
 from megascale.errors import ConfigError
@@ -105,6 +106,7 @@ class RunConfig(Section):
     model: ModelConfig = ModelConfig()
     parallelism: ParallelismConfig = ParallelismConfig()
     activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
+    operators: OperatorsConfig = OperatorsConfig()
     training: TrainingConfig = TrainingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_scheduler: LrSchedulerConfig = LrSchedulerConfig()

@@ -35,6 +35,7 @@ from torch import Tensor
 from megascale.errors import FluxError
 from megascale.flux.operators import AllGatherGemm, GemmAllReduce, GemmReduceScatter
 from megascale.ops.linear import accumulate_bias_gradient, accumulate_weight_gradient
+from megascale.ops.mode import OperatorMode
 
 
 def _no_span(_name: str, /, **_fields: Any) -> AbstractContextManager[Any]:
@@ -45,13 +46,15 @@ def _no_span(_name: str, /, **_fields: Any) -> AbstractContextManager[Any]:
 class TensorOps:
     """The operators of one group, with equal settings, and where spans of their calls go.
 
-    span  `span(name, group="tensor")` gives a context manager around a call
+    span       `span(name, group="tensor")` gives a context manager around a call
+    operators  the form of what runs beside the GEMMs: the sum of a bias gradient (`ops/mode.py`)
     """
 
     all_gather_gemm: AllGatherGemm
     gemm_reduce_scatter: GemmReduceScatter
     gemm_all_reduce: GemmAllReduce
     span: Callable[..., AbstractContextManager[Any]] = _no_span
+    operators: OperatorMode = "fused"
 
     @classmethod
     def of(
@@ -92,7 +95,7 @@ class _Column(torch.autograd.Function):
         (x_tI,) = ctx.saved_tensors
         ops: TensorOps = ctx.ops
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad_x = grad_weight = None
+        grad_x = grad_weight = grad_bias = None
         with ops.span("tp_column_backward", group="tensor"):
             if needs_weight:  # under the input gradient's GEMM
                 gathered = ops.all_gather_gemm.start_all_gather(x_tI, ctx.num_rows)
@@ -100,7 +103,8 @@ class _Column(torch.autograd.Function):
                 reduced = ops.gemm_reduce_scatter.start(grad_To, ctx.weight, weight_layout="KN")
             if needs_weight:
                 grad_weight = accumulate_weight_gradient(ctx.weight, grad_To, gathered())
-            grad_bias = accumulate_bias_gradient(ctx.bias, grad_To) if needs_bias else None
+            if needs_bias:
+                grad_bias = accumulate_bias_gradient(ctx.bias, grad_To, ops.operators)
             if needs_x:
                 grad_x = reduced()
             return grad_x, grad_weight, grad_bias, None, None
@@ -171,7 +175,7 @@ def _row_backward(
                 if needs[2 * i + 1]:
                     grads[2 * i + 1] = accumulate_weight_gradient(weight, grad_TO, x_Ti)
         if needs[2 * len(terms)]:
-            grads[-1] = accumulate_bias_gradient(ctx.bias, grad_tO)
+            grads[-1] = accumulate_bias_gradient(ctx.bias, grad_tO, ops.operators)
     return grads
 
 

@@ -86,14 +86,18 @@ class Attention(nn.Module):
         cache: KeyValueCache | None,
         dropout: AttentionDropout | None,
     ) -> Tensor:
-        q, k, v = self._heads(qkv_Tn, ctx.seq_len, 0 if cache is None else cache.length)
+        q, k, v = self._heads(qkv_Tn, ctx, 0 if cache is None else cache.length)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        y_BSKH = attention(q, k, v, window=self.cfg.attention_window, dropout=dropout)
+        y_BSKH = attention(
+            q, k, v, window=self.cfg.attention_window, dropout=dropout, mode=ctx.operators
+        )
         return y_BSKH.reshape(qkv_Tn.shape[0], -1)
 
-    def _heads(self, qkv_Tn: Tensor, seq_len: int, start: int) -> tuple[Tensor, Tensor, Tensor]:
-        cfg = self.cfg
+    def _heads(
+        self, qkv_Tn: Tensor, ctx: ForwardContext, start: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        cfg, seq_len = self.cfg, ctx.seq_len
         head_dim, queries_per_kv = cfg.dim_per_head, cfg.num_heads // cfg.kv_heads
         rope = norm_weights = None
         if cfg.position == "rope":
@@ -106,7 +110,14 @@ class Attention(nn.Module):
         if rope is None and norm_weights is None:
             return split_heads(qkv_Tn, seq_len, head_dim, queries_per_kv)
         return _normed_rotated_heads(
-            qkv_Tn, norm_weights, cfg.norm_eps, rope, seq_len, head_dim, queries_per_kv
+            ctx.operators,
+            qkv_Tn,
+            norm_weights,
+            cfg.norm_eps,
+            rope,
+            seq_len,
+            head_dim,
+            queries_per_kv,
         )
 
     def _dropout(self, qkv_Tn: Tensor, ctx: ForwardContext) -> AttentionDropout | None:

@@ -29,7 +29,8 @@ def hidden_dropout(x_tD: Tensor, p: float, ctx: ForwardContext, site: str) -> Te
     if ctx.dropout_seed is None or p == 0.0:
         return x_tD
     assert ctx.token_ids_t is not None, "hidden dropout needs ctx.token_ids_t"
-    return dropout(x_tD, p, stream_key(ctx.dropout_seed, site), ctx.token_ids_t)
+    key = stream_key(ctx.dropout_seed, site)
+    return dropout(x_tD, p, key, ctx.token_ids_t, mode=ctx.operators)
 
 
 def fc1_blocks(cfg: ModelConfig, layer: int) -> tuple[tuple[str, int], ...]:
@@ -42,11 +43,11 @@ def activate(
     name: str, h_Tf: Tensor, ctx: ForwardContext
 ) -> tuple[Tensor, AbstractContextManager[None]]:
     """The activated tensor, and the context in which its consumer saves what it needs of it."""
-    a_Tf = activation(name, h_Tf)
+    a_Tf = activation(name, h_Tf, ctx.operators)
     if ctx.recompute != "selective":
         return a_Tf, nullcontext()
     kept_Tf = h_Tf.detach()
-    return a_Tf, remade(a_Tf, lambda: activation(name, kept_Tf))
+    return a_Tf, remade(a_Tf, lambda: activation(name, kept_Tf, ctx.operators))
 
 
 class Mlp(nn.Module):

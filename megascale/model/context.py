@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megascale.ops.mode import OperatorMode
+
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -25,6 +27,7 @@ class ForwardContext:
                       row; needed for hidden dropout
     sample_numbers_B  int64 global sample numbers; needed for attention dropout
     dropout_seed      None: no dropout (evaluation)
+    operators         which implementation operators run (`ops/mode.py`)
     """
 
     seq_len: int
@@ -33,6 +36,7 @@ class ForwardContext:
     sample_numbers_B: Tensor | None = None
     dropout_seed: int | None = None
     recompute: Recompute = "none"
+    operators: OperatorMode = "fused"
 
 
 def make_context(
@@ -44,6 +48,7 @@ def make_context(
     sample_numbers_B: Tensor | None = None,
     dropout_seed: int | None = None,
     recompute: Recompute = "none",
+    operators: OperatorMode = "fused",
 ) -> ForwardContext:
     """The context of whole sequences on one device; `start` is the first position (generation)."""
     positions_S = torch.arange(start, start + seq_len, device=device)
@@ -57,4 +62,5 @@ def make_context(
         sample_numbers_B=sample_numbers_B,
         dropout_seed=dropout_seed,
         recompute=recompute,
+        operators=operators,
     )

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megascale.ops.compiled import compiled_on_cuda
+from megascale.ops.mode import OperatorMode
 
 
 @compiled_on_cuda
@@ -33,16 +34,16 @@ def swiglu(x_TF: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+_ACTIVATIONS: dict[str, Callable[[OperatorMode, Tensor], Tensor]] = {
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
     "swiglu": swiglu,
 }
 
 
-def activation(name: str, x_TF: Tensor) -> Tensor:
+def activation(name: str, x_TF: Tensor, mode: OperatorMode = "fused") -> Tensor:
     """Apply the activation of that name (`model.activation`)."""
-    return _ACTIVATIONS[name](x_TF)
+    return _ACTIVATIONS[name](mode, x_TF)
 
 
 def activation_reference(name: str, x_TF: Tensor) -> Tensor:

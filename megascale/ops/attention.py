@@ -5,10 +5,25 @@ K query heads, G key-value heads (G divides K), H head dimension. The S queries 
 the Z positions. `window` counts the token itself: a query at position p sees keys p - window + 1
 to p.
 
-Which kernel runs is decided here, by device and arguments, measured on an H200 (b 4, h 24, s 2048,
-d 128, forward + backward):
-- CUDA, causal: cuDNN (0.86 ms), then FlashAttention-2 (1.51 ms) where cuDNN does not support it;
-- CUDA, window: FlexAttention with a cached block mask (window 768: 0.87 ms);
+Which kernel runs is decided here, by mode, device and arguments. The choice for training (S = Z) on
+CUDA, with the times that it rests on: H200, bf16, head dimension 128, forward + backward in ms.
+
+| mode | mask | kernel | b 4, h 24, s 2048 | b 1, h 32, s 8192 |
+|---|---|---|---|---|
+| fused | causal | cuDNN | 0.86 | 3.61 |
+| fused | window of 768, 2048 | FlexAttention, a cached block mask | 0.87 | 2.40 |
+| plain | causal | FlashAttention-2 | 1.51 | |
+| plain | window | memory-efficient attention with a mask `[S, S]`, keys and values repeated | | |
+
+FlexAttention without a window took 1.17 and 4.94 ms, so it is not for causal attention; torch's
+interface to cuDNN has no window. Grouped heads (GQA) go to all but the last row's kernel without
+being repeated. Head dimensions: cuDNN takes multiples of 8 up to 128 (more on some versions),
+FlashAttention-2 up to 256; where a kernel refuses, torch takes the next of the list (`_PRIORITY`),
+for fused FlashAttention-2, then memory-efficient, then explicit scores. FlexAttention is asked for
+powers of 2 from 16 on; other head dimensions with a window run as in plain mode.
+
+Elsewhere:
+- generation on CUDA (S < Z): the same list, a boolean mask where S > 1;
 - CPU: torch's scaled_dot_product_attention, a boolean mask where there is a window;
 - attention dropout: explicit scores, probabilities and mask, S x Z for each head. Slow and large;
   it exists because a counter-based mask gives the same run in every layout.
@@ -27,14 +42,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megascale.ops.cached import cached
+from megascale.ops.mode import OperatorMode
 from megascale.ops.random import dropout as drop_rows
 
-_CUDA_PRIORITY = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+_PLAIN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_PRIORITY: dict[OperatorMode, list[SDPBackend]] = {
+    "fused": [SDPBackend.CUDNN_ATTENTION, *_PLAIN],
+    "plain": _PLAIN,
+}
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,7 @@ def attention(
     *,
     window: int | None = None,
     dropout: AttentionDropout | None = None,
+    mode: OperatorMode = "fused",
 ) -> Tensor:
     """softmax(q k^T / sqrt(H) + mask) v, as `[B, S, K, H]`."""
     num_queries, num_keys = q_BSKH.shape[1], k_BZGH.shape[1]
@@ -61,19 +77,27 @@ def attention(
     if dropout is not None:
         return attention_reference(q_BSKH, k_BZGH, v_BZGH, window=window, dropout=dropout)
     q, k, v = (x.transpose(1, 2) for x in (q_BSKH, k_BZGH, v_BZGH))
-    if q.is_cuda and window is not None and num_queries == num_keys:
-        return _window_cuda(q, k, v, window).transpose(1, 2)
     causal = window is None and num_queries == num_keys
+    if window is not None and num_queries == num_keys and _takes_flex(q, mode):
+        return _window_cuda(q, k, v, window).transpose(1, 2)
     mask = None
     if not causal and (window is not None or num_queries > 1):
         mask = visible_mask(num_queries, num_keys, window, q.device)
-    options: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]}
+    grouped = q.shape[1] != k.shape[1]
     if not q.is_cuda:
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, **options)
-    else:
-        with sdpa_kernel(_CUDA_PRIORITY, set_priority=True):
-            y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, **options)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
+        return y.transpose(1, 2)
+    if grouped and mask is not None:  # of the kernels that take a mask, only cuDNN's takes groups
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        grouped = False
+    with sdpa_kernel(_PRIORITY[mode], set_priority=True):
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
     return y.transpose(1, 2)
+
+
+def _takes_flex(q_BKSH: Tensor, mode: OperatorMode) -> bool:
+    head_dim = q_BKSH.shape[-1]
+    return mode == "fused" and q_BKSH.is_cuda and head_dim >= 16 and head_dim.bit_count() == 1
 
 
 @cached(maxsize=8)
@@ -91,6 +115,7 @@ def visible_mask(
 def _compiled_flex_attention() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
+    # torch's default: static for training's one length, dynamic from generation's second on
     return torch.compile(flex_attention)
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megascale.ops.compiled import compiled_on_cuda
+from megascale.ops.mode import OperatorMode
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -87,14 +88,19 @@ def write_gradient_(
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_TV: Tensor, labels_T: Tensor, mask_T: Tensor, num_valid: int
+        ctx: Any,
+        logits_TV: Tensor,
+        labels_T: Tensor,
+        mask_T: Tensor,
+        num_valid: int,
+        mode: OperatorMode,
     ) -> Tensor:
-        max_T = row_max(logits_TV, num_valid)
-        sums_2T = sum_exp_and_target(logits_TV, labels_T, max_T, 0, num_valid)
+        max_T = row_max(mode, logits_TV, num_valid)
+        sums_2T = sum_exp_and_target(mode, logits_TV, labels_T, max_T, 0, num_valid)
         sum_exp_T, target_T = sums_2T.unbind(0)
         log_sum_T = sum_exp_T.log()
         ctx.save_for_backward(logits_TV, labels_T, mask_T, max_T + log_sum_T)
-        ctx.num_valid = num_valid
+        ctx.num_valid, ctx.mode = num_valid, mode
         return ((log_sum_T - target_T) * mask_T).sum()
 
     @staticmethod
@@ -102,12 +108,16 @@ class _CrossEntropy(torch.autograd.Function):
         logits_TV, labels_T, mask_T, lse_T = ctx.saved_tensors
         grad_TV = logits_TV.detach()
         scale_T = grad_loss.to(lse_T.dtype) * mask_T
-        write_gradient_(grad_TV, labels_T, lse_T, scale_T, 0, ctx.num_valid)
-        return grad_TV, None, None, None
+        write_gradient_(ctx.mode, grad_TV, labels_T, lse_T, scale_T, 0, ctx.num_valid)
+        return grad_TV, None, None, None, None
 
 
 def cross_entropy(
-    logits_TV: Tensor, labels_T: Tensor, mask_T: Tensor, num_valid: int | None = None
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    mask_T: Tensor,
+    num_valid: int | None = None,
+    mode: OperatorMode = "fused",
 ) -> Tensor:
     """Sum over tokens of mask x (log-sum-exp - target logit); a scalar in fp32 (fp64 for fp64).
 
@@ -117,7 +127,7 @@ def cross_entropy(
     with few tokens too much.
     """
     num_valid = logits_TV.shape[1] if num_valid is None else num_valid
-    return _CrossEntropy.apply(logits_TV, labels_T, mask_T, num_valid)
+    return _CrossEntropy.apply(logits_TV, labels_T, mask_T, num_valid, mode)
 
 
 def cross_entropy_reference(

@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megascale.ops.mode import OperatorMode
+
 
 def accumulate_weight_gradient(weight: Tensor, grad_y_TO: Tensor, x_TI: Tensor) -> Tensor | None:
     """Add `grad_y^T @ x` to `weight.main_grad` and return None, or return it if there is none."""
@@ -37,7 +39,11 @@ def accumulate_weight_gradient(weight: Tensor, grad_y_TO: Tensor, x_TI: Tensor) 
     return None
 
 
-def accumulate_bias_gradient(bias: Tensor, grad_y_TO: Tensor) -> Tensor | None:
+def accumulate_bias_gradient(
+    bias: Tensor,
+    grad_y_TO: Tensor,
+    mode: OperatorMode = "fused",  # noqa: ARG001 - one implementation so far
+) -> Tensor | None:
     """The same for a bias: the sum over rows, in the main dtype (fp32 for a bf16 bias)."""
     main_grad: Tensor | None = getattr(bias, "main_grad", None)
     if main_grad is None:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megascale.ops.cached import cached
 from megascale.ops.compiled import compiled_on_cuda
+from megascale.ops.mode import OperatorMode
 from megascale.shards import Box
 
 _SLICE_ELEMENTS = 1 << 24  # int64 and fp64 temporaries stay below about 1 GB
@@ -133,18 +134,32 @@ class _Dropout(torch.autograd.Function):
     """Linear in x and its own adjoint: the backward pass is the forward pass of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, row_keys: Tensor, column_states: Tensor, p: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        row_keys: Tensor,
+        column_states: Tensor,
+        p: float,
+        mode: OperatorMode,
+    ) -> Tensor:
         ctx.save_for_backward(row_keys, column_states)
-        ctx.p = p
-        return _drop(x, row_keys, column_states, p)
+        ctx.p, ctx.mode = p, mode
+        return _drop(mode, x, row_keys, column_states, p)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         row_keys, column_states = ctx.saved_tensors
-        return _drop(grad_y, row_keys, column_states, ctx.p), None, None, None
+        return _drop(ctx.mode, grad_y, row_keys, column_states, ctx.p), None, None, None, None
 
 
-def dropout(x: Tensor, p: float, key: int, row_ids: Tensor, col_offset: int = 0) -> Tensor:
+def dropout(
+    x: Tensor,
+    p: float,
+    key: int,
+    row_ids: Tensor,
+    col_offset: int = 0,
+    mode: OperatorMode = "fused",
+) -> Tensor:
     """Zero elements of `x[..., C]` with probability p and scale the rest by 1 / (1 - p).
 
     row_ids     int64, shape `x.shape[:-1]`: the global number of each row (token)
@@ -153,5 +168,5 @@ def dropout(x: Tensor, p: float, key: int, row_ids: Tensor, col_offset: int = 0)
     if p == 0.0:
         return x
     column_states = _column_states(x.shape[-1], col_offset, x.device)
-    y: Tensor = _Dropout.apply(x, bits(key, row_ids), column_states, p)
+    y: Tensor = _Dropout.apply(x, bits(key, row_ids), column_states, p, mode)
     return y

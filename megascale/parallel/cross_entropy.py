@@ -20,6 +20,7 @@ from megascale.ops.cross_entropy import (
     sum_exp_and_target,
     write_gradient_,
 )
+from megascale.ops.mode import OperatorMode
 from megascale.parallel.tensor import TensorParallel
 
 # Called with (logits_Tv, labels_T, mask_T); returns the sum of the masked losses.
@@ -35,18 +36,19 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         mask_T: Tensor,
         vocab_size: int,
         tp: TensorParallel,
+        mode: OperatorMode,
     ) -> Tensor:
         cols = logits_Tv.shape[1]
         start = tp.rank * cols
         valid = local_valid(cols, start, vocab_size)
         with tp.span("tp_cross_entropy", group="tensor"):
-            max_T = row_max(logits_Tv, valid)
+            max_T = row_max(mode, logits_Tv, valid)
             _all_reduce(max_T, dist.ReduceOp.MAX, tp)
-            sums_2T = sum_exp_and_target(logits_Tv, labels_T, max_T, start, valid)
+            sums_2T = sum_exp_and_target(mode, logits_Tv, labels_T, max_T, start, valid)
             _all_reduce(sums_2T, dist.ReduceOp.SUM, tp)
         log_sum_T = sums_2T[0].log()
         ctx.save_for_backward(logits_Tv, labels_T, mask_T, max_T + log_sum_T)
-        ctx.start, ctx.valid = start, valid
+        ctx.start, ctx.valid, ctx.mode = start, valid, mode
         return ((log_sum_T - sums_2T[1]) * mask_T).sum()
 
     @staticmethod
@@ -54,8 +56,8 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         logits_Tv, labels_T, mask_T, lse_T = ctx.saved_tensors
         grad_Tv = logits_Tv.detach()
         scale_T = grad_loss.to(lse_T.dtype) * mask_T
-        write_gradient_(grad_Tv, labels_T, lse_T, scale_T, ctx.start, ctx.valid)
-        return grad_Tv, None, None, None, None
+        write_gradient_(ctx.mode, grad_Tv, labels_T, lse_T, scale_T, ctx.start, ctx.valid)
+        return grad_Tv, None, None, None, None, None
 
 
 def _all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType, tp: TensorParallel) -> None:
@@ -63,8 +65,10 @@ def _all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType, tp: TensorParallel)
         dist.all_reduce(values, op=op, group=tp.group)
 
 
-def sharded_cross_entropy(vocab_size: int, tp: TensorParallel) -> LossFunction:
+def sharded_cross_entropy(
+    vocab_size: int, tp: TensorParallel, mode: OperatorMode = "fused"
+) -> LossFunction:
     """The loss for logits whose columns are split over `tp` and padded beyond `vocab_size`."""
     return lambda logits_Tv, labels_T, mask_T: _ShardedCrossEntropy.apply(
-        logits_Tv, labels_T, mask_T, vocab_size, tp
+        logits_Tv, labels_T, mask_T, vocab_size, tp, mode
     )

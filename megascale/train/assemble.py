@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ def assemble(
         times = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in groups.creation_s.items())
         logger.info("process groups created: %s", times)
     place = groups.coordinates
-    ops = tensor_operators(par, groups, device)
+    ops = replace(tensor_operators(par, groups, device), operators=config.operators.mode)
     tp = TensorParallel(groups.tensor, place.tp_rank, mesh.tensor, span, ops)
     layers = split_layers(config.model.num_layers, par.num_chunks)
     chunks: dict[int, TransformerChunk] = {}
@@ -122,7 +122,7 @@ def assemble(
         config,
         groups,
         chunks,
-        sharded_cross_entropy(config.model.vocab, tp),
+        sharded_cross_entropy(config.model.vocab, tp, config.operators.mode),
         device=device,
         main_dtype=main_dtype(dtype),
     )

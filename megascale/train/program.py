@@ -108,6 +108,7 @@ class StageProgram:
             sample_numbers_B=samples_B,
             dropout_seed=self.config.training.seed if dropout else None,
             recompute=self.config.activation_checkpoint.mode,
+            operators=self.config.operators.mode,
         )
         return DeviceBatch(
             tokens_T=_move(batch.tokens_BS, self.device).flatten(),

@@ -187,8 +187,8 @@ def test_recomputation_frees_the_activated_tensor(
     model = build(cfg)
     made: list[weakref.ref[Tensor]] = []
 
-    def note(name: str, h_Tf: Tensor) -> Tensor:
-        a_Tf = activation(name, h_Tf)
+    def note(name: str, h_Tf: Tensor, *rest: Any) -> Tensor:
+        a_Tf = activation(name, h_Tf, *rest)
         made.append(weakref.ref(a_Tf))
         return a_Tf
 

@@ -69,10 +69,10 @@ def test_slices_compose_to_the_whole(dtype: torch.dtype, num_slices: int) -> Non
     slices = [s.clone() for s in logits.detach().split(width, dim=1)]
     starts = [i * width for i in range(num_slices)]
     valid = [local_valid(width, start, VOCAB) for start in starts]
-    maxima = [row_max(s, n) for s, n in zip(slices, valid, strict=True)]
+    maxima = [row_max("fused", s, n) for s, n in zip(slices, valid, strict=True)]
     max_T = torch.stack(maxima).amax(0)
     parts = [
-        sum_exp_and_target(s, labels, max_T, start, n)
+        sum_exp_and_target("fused", s, labels, max_T, start, n)
         for s, start, n in zip(slices, starts, valid, strict=True)
     ]
     sum_exp_T, target_T = torch.stack(parts).sum(0).unbind(0)
@@ -80,7 +80,7 @@ def test_slices_compose_to_the_whole(dtype: torch.dtype, num_slices: int) -> Non
     torch.testing.assert_close(loss, reference)
     lse_T = max_T + sum_exp_T.log()
     for s, start, n in zip(slices, starts, valid, strict=True):
-        write_gradient_(s, labels, lse_T, mask.to(lse_T.dtype), start, n)
+        write_gradient_("fused", s, labels, lse_T, mask.to(lse_T.dtype), start, n)
     torch.testing.assert_close(torch.cat(slices, dim=1), expected)
 
 
