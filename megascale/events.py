@@ -71,7 +71,12 @@ PHASES = (
     "validation",
     "gc",
     "done",
+    "backward_input",
+    "backward_weight",
 )
+
+# Classes of work on a device, which the waterfall of a step tells apart (`Span.work`).
+WORK = ("gemm", "attention", "elementwise", "tp", "pp", "dp", "optimizer", "host")
 _PHASE_NUMBERS = {name: number for number, name in enumerate(PHASES, 1)}
 
 
@@ -118,6 +123,8 @@ class Span:
     num_bytes: int | None = None
     payload: str | None = None  # of a transfer: activation, gradient
     bucket: str | None = None  # parameters that are communicated as one
+    work: str | None = None  # the class of work whose time it is, where that is known (`WORK`)
+    issued_ns: int | None = None  # when the host launched its start; of a device's clock
     derived: bool | None = None  # computed from other measurements, not timed itself
 
 
@@ -133,7 +140,11 @@ class Sums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A finished step; `sampled` where its spans are in the file too."""
+    """A finished step; `sampled` where its spans are in the file too.
+
+    A device that has work queued passes the step's end later than the host launched it: by
+    `t0_ns + dur_ns - issued_ns`.
+    """
 
     kind: ClassVar[str] = "step"
     rank: int
@@ -142,6 +153,8 @@ class Step:
     dur_ns: int
     clock: ClockKind
     sampled: bool
+    launch_ns: int | None = None  # time that the host took for it
+    issued_ns: int | None = None  # when the host was done with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

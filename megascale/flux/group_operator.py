@@ -94,6 +94,14 @@ class GroupOperator:
     def __repr__(self) -> str:
         return f'{type(self).__name__}({self.world_size} ranks, mode "{self.settings.mode}")'
 
+    def forms_taken(self) -> dict[str, str]:
+        """The form of each problem that was called so far, by the problem in words."""
+        answers = () if self._selection is None else self._selection.answers()
+        return {
+            f"{self.op} m{problem.m} n{problem.n} k{problem.k} {problem.layout}": bound.name
+            for problem, bound in answers
+        }
+
     def _execute(self, call: Call) -> Any:
         """Check, choose and run."""
         bound = self._bind(call)

@@ -75,6 +75,10 @@ class Selection:
             self._set(bound.ranks)
         return answer
 
+    def answers(self) -> list[tuple[Problem, Bound]]:
+        """The problems that were bound so far (those that are still remembered)."""
+        return list(self._answers.values())
+
     def _answer(self, call: Call) -> tuple[Problem, Bound]:
         check_tensors(call)
         if call.pair is not None:

@@ -54,7 +54,7 @@ from megascale.telemetry.clock import Clock, Mark, MonotonicClock
 from megascale.telemetry.hooks import Hook
 
 SPAN_FIELDS = frozenset(
-    {"chunk", "micro_batch", "op", "group", "seq", "peer", "num_bytes", "payload", "bucket"}
+    {"chunk", "micro_batch", "op", "group", "seq", "peer", "num_bytes", "payload", "bucket", "work"}
 )
 
 
@@ -109,6 +109,8 @@ class _Batch:
     first: Mark = None
     last: Mark = None
     num_ready: int = 0
+    begun_ns: int = 0  # on the host
+    issued_ns: int = 0
 
 
 class Recorder:
@@ -151,7 +153,7 @@ class Recorder:
         """A span to enter, or to `start` and `end`.
 
         `fields` are those of `events.Span`: chunk, micro_batch, op, group, seq, peer, num_bytes,
-        payload, bucket. Operations of a `group` are numbered here unless `seq` is given. `host`:
+        payload, bucket, work. Operations of a `group` are numbered here unless `seq` is given. `host`:
         the work is the host's (waiting for data, writing a file), whatever the clock of the rest.
         """
         if not fields.keys() <= SPAN_FIELDS:
@@ -172,12 +174,14 @@ class Recorder:
         self._step = step
         self.clock.begin_step()
         batch = _Batch(step, sampled=requested or step % self._span_interval == 0)
+        batch.begun_ns = time.monotonic_ns()
         batch.first = self.clock.mark()
         self._switch(batch)
         try:
             yield
         finally:
             batch.last = self.clock.mark()
+            batch.issued_ns = time.monotonic_ns()
             self._switch(_Batch(None, sampled=True))
             self.drain()
         for hook in self.hooks:
@@ -320,6 +324,8 @@ class Recorder:
             dur_ns=dur_ns,
             clock=self.clock.kind,
             sampled=batch.sampled,
+            launch_ns=batch.issued_ns - batch.begun_ns,
+            issued_ns=batch.issued_ns,
         )
         self._sink(summed)
         self._sink(step)
@@ -335,6 +341,7 @@ class Recorder:
             clock=span.clock.kind,
             stream=span.stream,
             step=step,
+            issued_ns=span.since_ns if span.clock.kind == "device" else None,
             **span.fields,
         )
         self._sink(event)

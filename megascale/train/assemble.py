@@ -64,6 +64,7 @@ class Assembly:
     program: StageProgram
     runtime: PipelineRuntime
     span: Span
+    ops: TensorOps  # of the tensor-parallel group
 
     @property
     def is_writer(self) -> bool:
@@ -127,7 +128,9 @@ def assemble(
         main_dtype=main_dtype(dtype),
     )
     runtime = _runtime(config, groups, program, zero, span)
-    return Assembly(config, mesh, groups, device, chunks, zero, optimizer, program, runtime, span)
+    return Assembly(
+        config, mesh, groups, device, chunks, zero, optimizer, program, runtime, span, ops
+    )
 
 
 def tensor_operators(par: ParallelismConfig, groups: Groups, device: torch.device) -> TensorOps:

@@ -42,7 +42,7 @@ from megascale.train.corpus import (
 from megascale.train.launch import stop_signals
 from megascale.train.persistence import Persistence
 from megascale.train.replicas import check_replicas
-from megascale.train.report import Reporter, StepValues
+from megascale.train.report import Reporter, StepValues, memory
 from megascale.train.resume import changed_keys, describe_changes, refuse_another_optimizer
 from megascale.train.run_folder import RunFolder
 from megascale.train.state import Progress
@@ -124,6 +124,7 @@ class Loop:
 
     def _finish(self) -> None:
         self._catch_up()
+        self._say_what_it_took()
         checkpoint = self.config.checkpoint
         if self._stopping and checkpoint.enable:
             logger.info("asked to stop: saving step %d", self.progress.step)
@@ -136,6 +137,16 @@ class Loop:
             self._compare_with_unigrams(self._validate())
         if checkpoint.enable and (checkpoint.save_at_end or self._stopping):
             self.persistence.save(self.progress, required=True)
+
+    def _say_what_it_took(self) -> None:
+        """For whoever compares ranks: this one's peak memory, and the forms of its operators."""
+        ops = self.assembly.ops
+        forms = {
+            problem: form
+            for operator in (ops.all_gather_gemm, ops.gemm_reduce_scatter)
+            for problem, form in operator.forms_taken().items()
+        }
+        self.recorder.incident("resources", **memory(self.assembly.device), forms=forms)
 
     # ------------------------------------------------------------ one step
 

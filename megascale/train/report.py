@@ -107,7 +107,7 @@ class Reporter:
                 consumed_tokens=values.consumed_samples * seq_len,
                 skipped_steps=self.num_skipped,
                 **cast(Any, self._throughput.rates(self._samples * seq_len, seconds)),
-                **cast(Any, _memory(self.device)),
+                **cast(Any, memory(self.device)),
             )
         )
         self.restart_clock()
@@ -130,7 +130,7 @@ def _throughput(assembly: Assembly) -> Throughput:
     )
 
 
-def _memory(device: torch.device) -> dict[str, int | float]:
+def memory(device: torch.device) -> dict[str, int | float]:
     """Fields of `Metrics`: the device's allocator, or the process's peak resident size."""
     if device.type != "cuda":
         import resource

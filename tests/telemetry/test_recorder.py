@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,15 @@ def make(**options: Any) -> tuple[Recorder, FakeClock, list[Event]]:
     return Recorder(clock, events.append, rank=3, **options), clock, events
 
 
+def launched(event: Event) -> tuple[Event, list[int]]:
+    """`event` without the host's times, and these."""
+    if isinstance(event, Span) and event.issued_ns is not None:
+        return replace(event, issued_ns=None), [event.issued_ns]
+    if isinstance(event, Step) and event.issued_ns is not None and event.launch_ns is not None:
+        return replace(event, issued_ns=None, launch_ns=None), [event.issued_ns, event.launch_ns]
+    return event, []
+
+
 def test_the_docstrings_example() -> None:
     assert doctest.testmod(recorder_module).attempted > 0
     assert doctest.testmod(recorder_module).failed == 0
@@ -109,6 +119,7 @@ def test_the_docstrings_example() -> None:
 
 def test_a_step_in_every_value() -> None:
     recorder, clock, events = make(span_interval=5)
+    before_ns = time.monotonic_ns()
     with recorder.step(5):  # mark 10
         forward = recorder.span("forward", chunk=1, micro_batch=0).start()  # 20
         with recorder.span("tp_all_gather", stream="tensor", group="tensor.0", num_bytes=64):
@@ -126,7 +137,11 @@ def test_a_step_in_every_value() -> None:
         chunk=1,
         micro_batch=1,
     )
-    assert events == [
+    after_ns = time.monotonic_ns()
+    issued_ns = {event.kind: launched(event)[1] for event in events}
+    assert before_ns <= issued_ns["span"][0] <= issued_ns["step"][0] <= after_ns
+    assert 0 < issued_ns["step"][1] <= after_ns - before_ns
+    assert [launched(event)[0] for event in events] == [
         Span(
             rank=3,
             name="tp_all_gather",

@@ -23,6 +23,7 @@ from typing import Any
 from megascale.config import RunConfig
 from megascale.errors import NumericalError
 from megascale.train.bench.case import WARM_UP_STEPS, Case
+from megascale.train.bench.records import RankRecord, facts, read_records
 from megascale.train.launch import StoppedError, launch_local
 
 FIRST_LOSS_ERROR = 0.005
@@ -54,13 +55,19 @@ NOISE = {
 
 @dataclass(frozen=True)
 class Run:
-    """The lines of a finished run, one a step (`metrics.jsonl`)."""
+    """The lines of a finished run, one a step (`metrics.jsonl`), and what its ranks recorded."""
 
     steps: Sequence[dict[str, Any]]
+    records: Sequence[RankRecord] = ()
 
     @property
     def timed(self) -> Sequence[dict[str, Any]]:
         return self.steps[WARM_UP_STEPS:-1]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Of all ranks, over the timed steps (`records.facts`)."""
+        return facts(self.records, [step["step"] for step in self.timed])
 
     @property
     def losses(self) -> list[float]:
@@ -76,10 +83,11 @@ def run_case(case: Case) -> Run:
         flags = [part for override in overrides for part in ("--set", override)]
         launch_local(["train", str(case.recipe), *flags], case.num_ranks, run_dir / "logs", None)
         lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        records = read_records(run_dir / "telemetry")
     wanted = case.config.training.steps
     if len(lines) < wanted:
         raise StoppedError(f"the run was stopped after {len(lines)} of {wanted} steps: no row")
-    return Run([json.loads(line) for line in lines])
+    return Run([json.loads(line) for line in lines], records)
 
 
 def check_losses(run: Run, config: RunConfig) -> None:

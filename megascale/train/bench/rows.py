@@ -116,13 +116,17 @@ def measured(runs: Sequence[Run]) -> Row:
         statistics.median(step["step_s"] for step in run.timed) for run in runs
     )
     middle = min(timed, key=lambda step: abs(step["step_s"] - median))
+    last = runs[-1]
     return {
         "metric": "mfu",
         "value": middle.get("mfu"),
         "mfu_causal": middle.get("mfu_causal"),
         "step_s": median,
         "tokens_per_s_per_gpu": middle["tokens_per_s_per_gpu"],
-        "peak_gb": max(step["memory_bytes"] for run in runs for step in run.steps) / 1e9,
+        **last.facts,  # of all ranks
+        "peak_gb": max(run.facts.get("peak_gb", 0.0) for run in runs) or None,
+        "first_loss": last.losses[0],
+        "last_loss": last.losses[-1],
         "stats": {
             "runs": len(runs),
             "rounds": len(timed),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from megascale.events import Event, Incident, Step, Sums, run_header
+from megascale.topology import Mesh
 from megascale.train.bench.case import Case
 from megascale.train.bench.ladder import Planned, plan_ladder
 from megascale.train.bench.measure import Run
+from megascale.train.bench.records import RankRecord, record_of
 
 TINY = """
 [model]
@@ -60,7 +63,38 @@ def planted_run(
                 "mfu": 0.04 / seconds,
                 "mfu_causal": 0.03 / seconds,
                 "tokens_per_s_per_gpu": tokens / seconds,
-                "memory_bytes": 2_000_000_000,
+                "memory_bytes": 1_000_000_000,  # of rank 0, which is not the one that counts
             }
         )
-    return Run(steps)
+    return Run(steps, [planted_record(rank, len(steps), step_s) for rank in range(2)])
+
+
+def planted_record(
+    rank: int, num_steps: int, step_s: float, *, clock: str = "device"
+) -> RankRecord:
+    """Rank 1 holds 2 GB, rank 0 half; a host launches for 30 ms, 40 on rank 0, 10 of them waiting
+    for data, and is done 20 ms before the device, 5 on rank 1. A fifth of the step is waiting."""
+    dur_ns = round(step_s * 1e9)
+    events: list[Event] = [run_header(Mesh(data=2), rank, host="here")]
+    for step in range(1, num_steps + 1):
+        sums = {"data_wait": 10_000_000, "pp_wait": dur_ns // 10, "world_sums": dur_ns // 10}
+        events += [
+            Sums(
+                rank=rank,
+                step=step,
+                sums={name: {"total_ns": ns, "count": 1} for name, ns in sums.items()},
+            ),
+            Step(
+                rank=rank,
+                step=step,
+                t0_ns=step * dur_ns,
+                dur_ns=dur_ns,
+                clock=cast(Any, clock),
+                sampled=False,
+                launch_ns=40_000_000 - 10_000_000 * rank,
+                issued_ns=(step + 1) * dur_ns - (20_000_000, 5_000_000)[rank],
+            ),
+        ]
+    resources = {"memory_bytes": (rank + 1) * 1_000_000_000, "forms": {f"gemm_rs m{rank}": "plain"}}
+    events.append(Incident(rank=rank, name="resources", t_ns=0, detail=resources))
+    return record_of(events)

@@ -133,7 +133,11 @@ def test_the_row_of_a_case(tmp_path: Path, monkeypatch: Patch) -> None:
         "flux": "none",
     }
     assert (row["value"], row["mfu_causal"]) == pytest.approx((0.2, 0.15))
-    assert (row["step_s"], row["peak_gb"]) == (0.2, 2.0)
+    assert (row["step_s"], row["peak_gb"]) == (0.2, 2.0), "the rank that holds most"
+    assert row["host_ms"] == pytest.approx(30.0), "of the slowest host, without its wait for data"
+    assert row["lead_ms"] == pytest.approx(5.0), "where the host was least ahead"
+    assert row["forms"] == {"gemm_rs m0": "plain", "gemm_rs m1": "plain"}
+    assert (row["first_loss"], row["last_loss"]) == pytest.approx((FIRST_LOSS, FIRST_LOSS - 0.04))
     assert row["baselines"] == {"megatron_core": 0.544}
     assert (row["target"], row["met"]) == ({"op": ">=", "value": 0.5}, False)
     assert (row["commit"], row["dirty"], row["device"]) == ("0123456789ab", False, "cpu")
@@ -206,6 +210,9 @@ def test_one_case_and_a_case_that_fails(tmp_path: Path) -> None:
     (line,) = output.read_text().splitlines()
     row = json.loads(line)
     assert row["step_s"] == statistics.median([row["stats"]["min"], row["stats"]["max"]])
+    assert 0.0 < row["host_ms"] <= 1e3 * row["step_s"]
+    assert "lead_ms" not in row, "a CPU has done what was launched"
+    assert row["peak_gb"] > 0.05
     failing = ("--set", "parallelism.flux=fused", "--set", TP2, "--nproc", "2")
     result = _bench(tmp_path, *failing)
     assert result.returncode == 2

@@ -1,0 +1,106 @@
+"""What the ranks of a finished run recorded of themselves: memory, host time, waits, operators' forms.
+
+Read from the line files of the recorder (`RUN/telemetry`), of every rank: the busiest rank is what
+a machine must hold, and not always the first.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megascale.events import Event, Header, Incident, Step, Sums, read_events
+
+# Spans in which the compute stream of a stage only waits for its neighbours.
+PIPELINE_WAITS = ("pp_wait", "pp_finish", "world_sums")
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """One rank: its header, its steps and the sums of their spans by name, its resources."""
+
+    header: Header
+    steps: Mapping[int, Step]
+    sums: Mapping[int, Mapping[str, Mapping[str, int]]]
+    resources: Mapping[str, Any]
+
+    def host_s(self, step: int) -> float | None:
+        """Time in which the host launched `step`, without what it waited for data."""
+        launch_ns = self.steps[step].launch_ns
+        return None if launch_ns is None else (launch_ns - self.total_ns(step, "data_wait")) / 1e9
+
+    def lead_s(self, step: int) -> float | None:
+        """How long before the device's end of `step` the host was done with it; a CPU has none."""
+        at = self.steps[step]
+        if at.clock != "device" or at.issued_ns is None:
+            return None
+        return (at.t0_ns + at.dur_ns - at.issued_ns) / 1e9
+
+    def idle_share(self, step: int) -> float:
+        """Share of the step in which this stage waited for others."""
+        return sum(self.total_ns(step, name) for name in PIPELINE_WAITS) / self.steps[step].dur_ns
+
+    def total_ns(self, step: int, name: str) -> int:
+        return self.sums[step].get(name, {}).get("total_ns", 0)
+
+
+def read_records(telemetry: Path) -> list[RankRecord]:
+    """Of every rank, in order; empty where nothing was recorded."""
+    return [record_of(read_events(file)) for file in sorted(telemetry.glob("rank_*.jsonl"))]
+
+
+def record_of(events: Iterable[Event]) -> RankRecord:
+    """Of one rank's events, the header first."""
+    header: Header | None = None
+    steps: dict[int, Step] = {}
+    sums: dict[int, Mapping[str, Mapping[str, int]]] = {}
+    resources: Mapping[str, Any] = {}
+    for event in events:
+        if isinstance(event, Header):
+            header = event
+        elif isinstance(event, Step):
+            steps[event.step] = event
+        elif isinstance(event, Sums):
+            sums[event.step] = event.sums
+        elif isinstance(event, Incident) and event.name == "resources":
+            resources = event.detail
+    assert header is not None, "a line file begins with its header"
+    return RankRecord(header, steps, sums, resources)
+
+
+def facts(records: Sequence[RankRecord], timed: Sequence[int]) -> dict[str, Any]:
+    """Fields of a row; `timed` are the numbers of the steps that count. Empty without records.
+
+    peak_gb    most that any rank's allocator had reserved
+    host_ms    time in which a host launched a step, on the rank that took longest
+    lead_ms    how far ahead of its device the host was at the end of a step, where it was least; a
+               host that is full ahead waits in its launches, so `host_ms` is an upper bound
+    forms      of the tensor-parallel operators by problem, where there are any
+    """
+    if not records:
+        return {}
+    forms: dict[str, str] = {}
+    for record in records:
+        forms |= record.resources.get("forms", {})
+    found: dict[str, Any] = {
+        "peak_gb": max(record.resources["memory_bytes"] for record in records) / 1e9,
+        "host_ms": _worst(records, timed, RankRecord.host_s, max),
+        "lead_ms": _worst(records, timed, RankRecord.lead_s, min),
+    }
+    if forms:
+        found["forms"] = dict(sorted(forms.items()))
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _worst(records: Sequence[RankRecord], timed: Sequence[int], read: Any, worst: Any) -> Any:
+    """ms: over ranks the worst of the steps' medians; None where it is not known."""
+    medians = []
+    for record in records:
+        values = [read(record, step) for step in timed]
+        if None in values or not values:
+            return None
+        medians.append(statistics.median(values))
+    return 1e3 * worst(medians)
