@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from megascale.config import OptimizerConfig
+from megascale.ops.mode import takes_kernels
 from megascale.optim.adamw import AdamW
 from megascale.optim.lamb import Lamb
 from megascale.optim.norms import Reductions
@@ -15,7 +18,19 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "lamb": Lamb}
 
 
 def build_optimizer(
-    cfg: OptimizerConfig, flats: Sequence[Flat], reductions: Reductions
+    cfg: OptimizerConfig,
+    flats: Sequence[Flat],
+    reductions: Reductions,
+    *,
+    kernels: bool | None = None,
 ) -> Optimizer:
-    """The optimizer that `cfg.name` asks for, with zero moments, on this rank's `flats`."""
-    return OPTIMIZERS[cfg.name](cfg, flats, reductions)
+    """The optimizer that `cfg.name` asks for, with zero moments, on this rank's `flats`.
+
+    kernels  Triton kernels, for fp32 flats; torch's operations; None: kernels on CUDA in fp32
+    """
+    master = flats[0].master
+    if kernels is None:
+        kernels = takes_kernels("fused", master)
+    return OPTIMIZERS[cfg.name](
+        cfg, flats, reductions, kernels=kernels and master.dtype == torch.float32
+    )

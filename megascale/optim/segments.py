@@ -33,12 +33,17 @@ class Segment:
 
 @dataclass
 class Flat:
-    """A contiguous run of segments with one decay rule; `segments` tile it exactly, in order."""
+    """A contiguous run of segments with one decay rule; `segments` tile it exactly, in order.
+
+    parameters  1-D view, of the same length, of what the model computes with, where that is not the
+                master itself: a step leaves the new master there, rounded
+    """
 
     master: Tensor
     grad: Tensor
     decay: bool
     segments: list[Segment]
+    parameters: Tensor | None = None
 
     def __post_init__(self) -> None:
         sizes = (
@@ -46,7 +51,10 @@ class Flat:
             self.grad.numel(),
             sum(s.master.numel() for s in self.segments),
             sum(s.grad.numel() for s in self.segments),
+            self.master.numel() if self.parameters is None else self.parameters.numel(),
         )
-        assert len(set(sizes)) == 1, f"master, grad and their segments differ in size: {sizes}"
+        assert len(set(sizes)) == 1, (
+            f"master, grad, their segments and parameters differ in size: {sizes}"
+        )
         mixed = [s.name for s in self.segments if s.decay != self.decay]
         assert not mixed, f"a flat has one decay rule ({self.decay}); {mixed} have the other"
