@@ -10,8 +10,8 @@ adds: the producer alone waits for flags (Flux 3.2), and the tensor cores keep w
 Shared memory: STAGES x (BLOCK_M + BLOCK_N) x BLOCK_K x 2 bytes of operands and BLOCK_M x BLOCK_N
 x 2 for the output tile; 213 KB at 128 x 256 x 64 with 3 stages.
 
-Letters: A rows [BLOCK_M, BLOCK_K] of x, B of the weight ([BLOCK_N, BLOCK_K] for "NK", [BLOCK_K,
-BLOCK_N] for "KN"), C the output tile.
+Letters: A rows [BLOCK_M, BLOCK_K] of x ([BLOCK_K, BLOCK_M] where KM), B of the weight ([BLOCK_N,
+BLOCK_K] for "NK", [BLOCK_K, BLOCK_N] for "KN"), C the output tile.
 """
 
 from functools import cache
@@ -82,16 +82,18 @@ class Ring:
     b: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    KM: gl.constexpr
     KN: gl.constexpr
     BLOCK_K: gl.constexpr
     STAGES: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, a, b, full, empty, KN, BLOCK_K, STAGES):
+    def __init__(self, a, b, full, empty, KM, KN, BLOCK_K, STAGES):
         self.a = a
         self.b = b
         self.full = full
         self.empty = empty
+        self.KM = gl.constexpr(KM)
         self.KN = gl.constexpr(KN)
         self.BLOCK_K = gl.constexpr(BLOCK_K)
         self.STAGES = gl.constexpr(STAGES)
@@ -120,7 +122,10 @@ class Ring:
             bar = self.full.index(stage)
             mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
             k = step * self.BLOCK_K
-            tma.async_copy_global_to_shared(a_desc, [row, k], bar, self.a.index(stage))
+            if self.KM:
+                tma.async_copy_global_to_shared(a_desc, [k, row], bar, self.a.index(stage))
+            else:
+                tma.async_copy_global_to_shared(a_desc, [row, k], bar, self.a.index(stage))
             if self.KN:
                 tma.async_copy_global_to_shared(b_desc, [k, column], bar, self.b.index(stage))
             else:
@@ -137,10 +142,13 @@ class Ring:
         """
         for step in range(first, end):
             mbarrier.wait(self.full.index(stage), phase)
+            a = self.a.index(stage)
+            if self.KM:
+                a = a.permute((1, 0))
             b = self.b.index(stage)
             if not self.KN:
                 b = b.permute((1, 0))
-            acc = warpgroup_mma(self.a.index(stage), b, acc, is_async=True)
+            acc = warpgroup_mma(a, b, acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])
             mbarrier.arrive(self.empty.index(self.before(stage)), pred=step > first)
             stage, phase = self.after(stage, phase)
@@ -155,6 +163,7 @@ def make_ring(
     b_desc,
     KN: gl.constexpr,
     STAGES: gl.constexpr,
+    KM: gl.constexpr = False,
 ):
     """Shared memory and barriers for tiles that these descriptors load."""
     A: gl.constexpr = a_desc.block_shape
@@ -169,8 +178,9 @@ def make_ring(
         gl.allocate_shared_memory(b_desc.dtype, [STAGES, B[0], B[1]], b_desc.layout),
         full,
         empty,
+        KM,
         KN,
-        A[1],
+        A[0] if KM else A[1],
         STAGES,
     )
 
@@ -203,7 +213,7 @@ def accumulator_layout(BLOCK_N: int) -> gl.NVMMADistributedLayout:
     )
 
 
-_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 @cache

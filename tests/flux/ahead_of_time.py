@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 TARGETS = (80, 90)
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64"}
+NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
 
 
 def compiled(
