@@ -1,4 +1,4 @@
-"""Weight gradients in fp32: the library's form on CPU, the Hopper kernel's launch and its values."""
+"""Weight gradients in fp32: the library's form, the Hopper kernel and its launch."""
 
 from __future__ import annotations
 
