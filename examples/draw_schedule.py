@@ -2,21 +2,23 @@
 
     python examples/draw_schedule.py 1f1b 4 1 8
     python examples/draw_schedule.py interleaved_1f1b 4 2 8
+    python examples/draw_schedule.py zb_h1 4 1 8
 
 The arguments: schedule, stages, chunks a stage, micro-batches. A forward takes one unit and a
-backward two, transfers take none. A digit is a micro-batch (mod 10) in forward, a letter one in
-backward (a is 0); a dot is idle. It needs no torch: schedules are plain data.
+backward two, or each half of it one; transfers take none. A digit is a micro-batch (mod 10) in
+forward, a letter one in backward (a is 0), a capital in its weights' half; a dot is idle. It needs no torch: schedules are plain data.
 """
 
 from __future__ import annotations
 
 import sys
 
-from megascale.plan.actions import Action, ActionKind, Schedule
+from megascale.plan.actions import INPUT_GRADIENTS, Action, ActionKind, Schedule
 from megascale.plan.check import check_schedule
 from megascale.plan.schedules import build_schedule
 
-UNITS = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: 2}
+FORWARD, WEIGHTS = ActionKind.FORWARD, ActionKind.BACKWARD_WEIGHT
+UNITS = {FORWARD: 1, ActionKind.BACKWARD: 2, ActionKind.BACKWARD_INPUT: 1, WEIGHTS: 1}
 
 
 def finish_times(schedule: Schedule) -> dict[Action, int]:
@@ -36,12 +38,14 @@ def finish_times(schedule: Schedule) -> dict[Action, int]:
 
 def needs(schedule: Schedule, action: Action) -> set[Action]:
     """The computes whose results `action` reads."""
-    forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
     chunk, m = action.chunk, action.micro_batch
-    if action.kind is forward:
-        return {Action(forward, chunk - 1, m)} if chunk else set()
-    later = {Action(backward, chunk + 1, m)} if chunk < schedule.shape.last_chunk else set()
-    return later | {Action(forward, chunk, m)}
+    if action.kind is FORWARD:
+        return {Action(FORWARD, chunk - 1, m)} if chunk else set()
+    if action.kind is WEIGHTS:
+        return {Action(ActionKind.BACKWARD_INPUT, chunk, m)}
+    assert action.kind in INPUT_GRADIENTS, action
+    later = {Action(action.kind, chunk + 1, m)} if chunk < schedule.shape.last_chunk else set()
+    return later | {Action(FORWARD, chunk, m)}
 
 
 def draw(schedule: Schedule) -> str:
@@ -51,7 +55,8 @@ def draw(schedule: Schedule) -> str:
     rows = [["."] * width for _ in range(schedule.shape.stages)]
     for action, end in finished.items():
         mark = action.micro_batch % 10
-        text = str(mark) if action.kind is ActionKind.FORWARD else "abcdefghij"[mark]
+        text = str(mark) if action.kind is FORWARD else "abcdefghij"[mark]
+        text = text.upper() if action.kind is WEIGHTS else text
         for unit in range(end - UNITS[action.kind], end):
             rows[schedule.shape.stage_of(action.chunk)][unit] = text
     idle = sum(row.count(".") for row in rows) / (width * len(rows))

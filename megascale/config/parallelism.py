@@ -9,6 +9,10 @@ from pydantic import Field, model_validator
 from megascale.config.base import Section
 
 
+_ONE_CHUNK_A_STAGE = ("1f1b", "gpipe", "zb_h1")
+_IN_GROUPS_OF_STAGES = ("interleaved_1f1b", "interleaved_zb")
+
+
 class ParallelismConfig(Section):
     """Degrees of 3D parallelism (MegaScale 2); sequence parallelism always goes with tensor."""
 
@@ -19,9 +23,21 @@ class ParallelismConfig(Section):
     zero_stage: Literal[1, 2] = Field(
         1, description="1: optimizer state sharded over data ranks; 2: gradients too"
     )
-    pipeline_schedule: Literal["auto", "gpipe", "1f1b", "interleaved_1f1b"] = "auto"
+    pipeline_schedule: Literal[
+        "auto", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb"
+    ] = Field(
+        "auto",
+        description="auto: 1f1b, interleaved where there are chunks; zb: zero-bubble, backward in "
+        "two halves (2401.10241)",
+    )
     pipeline_transfers: Literal["decoupled", "coupled"] = Field(
         "decoupled", description="sends and receives on their own (MegaScale 3.2), or paired"
+    )
+    join_weight_gradients: int = Field(
+        1,
+        ge=1,
+        description="micro-batches whose weight gradients are one GEMM: fewer passes over the fp32 "
+        "gradients, for the operands of so many micro-batches a chunk kept",
     )
     flux: Literal["auto", "fused", "chunked", "reference"] = Field(
         "auto",
@@ -64,11 +80,11 @@ class ParallelismConfig(Section):
                 f"parallelism.virtual_pipeline_size is {self.virtual_pipeline_size} without a "
                 "pipeline; set parallelism.pipeline_parallel_size above 1, or virtual to 1"
             )
-        if self.virtual_pipeline_size > 1 and self.pipeline_schedule in ("1f1b", "gpipe"):
+        if self.virtual_pipeline_size > 1 and self.pipeline_schedule in _ONE_CHUNK_A_STAGE:
             raise ValueError(
                 f"parallelism.pipeline_schedule {self.pipeline_schedule!r} runs one chunk a stage, "
                 f"got virtual_pipeline_size {self.virtual_pipeline_size}; "
-                "use 'interleaved_1f1b' or 'auto'"
+                "use 'interleaved_1f1b', 'interleaved_zb' or 'auto'"
             )
         return self
 
@@ -78,6 +94,11 @@ class ParallelismConfig(Section):
         if self.pipeline_schedule != "auto":
             return self.pipeline_schedule
         return "interleaved_1f1b" if self.virtual_pipeline_size > 1 else "1f1b"
+
+    @property
+    def needs_whole_groups(self) -> bool:
+        """Micro-batches have to come in multiples of the stages."""
+        return self.schedule in _IN_GROUPS_OF_STAGES
 
     @property
     def num_chunks(self) -> int:

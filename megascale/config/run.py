@@ -225,7 +225,7 @@ class RunConfig(Section):
                 f"{count} micro-batch(es) cannot fill a pipeline of {pp} stages; the smallest "
                 f"legal global batch is {pp * unit}, got {global_batch}"
             )
-        if par.schedule == "interleaved_1f1b" and count % pp:
+        if par.needs_whole_groups and count % pp:
             raise ConfigError(
                 f"the interleaved schedule needs micro-batches in multiples of "
                 f"pipeline_parallel_size {pp}, got {count}; the nearest legal global batches are "

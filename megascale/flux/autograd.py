@@ -11,7 +11,9 @@ the input gradient and is waited for after it, so the GEMM hides it. A row layer
 is what its input-gradient operator has gathered anyway.
 
 Where kernels run, a gathered tensor is a view of the arena's slot and is read before the next call
-but one of the group begins: here within the same backward.
+but one of the group begins: here within the same backward. A deferred weight gradient
+(`ops/deferred.py`) keeps the own rows and gathers them again: for a column layer the same one
+gather, under another weight's GEMM in place of the input gradient's; for a row layer one more.
 
 Weight gradients accumulate (`ops/linear.py`): into `weight.main_grad` where it exists, else they
 are returned to autograd. A row layer's bias is whole on every rank and its gradient is that of the
@@ -34,6 +36,7 @@ from torch import Tensor
 
 from megascale.errors import FluxError
 from megascale.flux.operators import AllGatherGemm, GemmAllReduce, GemmReduceScatter
+from megascale.ops.deferred import Late, defer_product, is_deferring
 from megascale.ops.linear import accumulate_bias_gradient, accumulate_weight_gradient
 from megascale.ops.mode import OperatorMode
 
@@ -96,6 +99,9 @@ class _Column(torch.autograd.Function):
         ops: TensorOps = ctx.ops
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_x = grad_weight = grad_bias = None
+        if needs_weight and is_deferring():
+            late = _gathered_later(ops, x_tI, ctx.num_rows)
+            needs_weight = not defer_product(ctx.weight, grad_To, late)
         with ops.span("tp_column_backward", group="tensor"):
             if needs_weight:  # under the input gradient's GEMM
                 gathered = ops.all_gather_gemm.start_all_gather(x_tI, ctx.num_rows)
@@ -167,16 +173,27 @@ def _row_backward(
     with ops.span("tp_row_backward", group="tensor"):
         if any(needs[: 2 * len(terms)]):
             weights = [weight for _, weight in terms]
+            late = _gathered_later(ops, grad_tO, num_rows)
             grads_x, grad_TO = ops.all_gather_gemm(
                 grad_tO, weights, weight_layout="KN", num_rows=num_rows, return_gathered=True
             )
             for i, (x_Ti, weight) in enumerate(terms):
                 grads[2 * i] = grads_x[i] if needs[2 * i] else None
-                if needs[2 * i + 1]:
+                if needs[2 * i + 1] and not defer_product(weight, late, x_Ti):
                     grads[2 * i + 1] = accumulate_weight_gradient(weight, grad_TO, x_Ti)
         if needs[2 * len(terms)]:
             grads[-1] = accumulate_bias_gradient(ctx.bias, grad_tO, ops.operators)
     return grads
+
+
+def _gathered_later(ops: TensorOps, x_tD: Tensor, num_rows: int | None) -> Late:
+    """Rows that a deferred weight gradient gathers: a view of the arena would not last."""
+
+    def start() -> Callable[[], Tensor]:
+        with ops.span("tp_weight_gather", group="tensor"):
+            return ops.all_gather_gemm.start_all_gather(x_tD, num_rows)
+
+    return Late(start)
 
 
 def _check_ops(ops: Any) -> None:

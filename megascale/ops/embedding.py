@@ -16,20 +16,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megascale.ops.deferred import defer_addition
+from megascale.ops.main_gradient import take_stale
+
 
 def accumulate_embedding_gradient(weight: Tensor, rows_T: Tensor, grad_TD: Tensor) -> Tensor | None:
     """Add gradient rows to `weight.main_grad` and return None, or return a gradient of the table.
 
     rows_T  int64 row of the stored table for each gradient row
     """
+    if weight.is_leaf and defer_addition(lambda: _add_later(weight, rows_T, grad_TD)):
+        return None
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     target = torch.zeros_like(weight) if main_grad is None else main_grad
+    if main_grad is not None and take_stale(weight):
+        main_grad.zero_()
     grad_TD = grad_TD.to(target.dtype)
     if target.is_cuda:
         target.index_put_((rows_T,), grad_TD, accumulate=True)
     else:
         target.index_add_(0, rows_T, grad_TD)
     return target if main_grad is None else None
+
+
+def _add_later(weight: Tensor, rows_T: Tensor, grad_TD: Tensor) -> None:
+    """What was deferred (`ops/deferred.py`)."""
+    gradient = accumulate_embedding_gradient(weight, rows_T, grad_TD)
+    if gradient is not None:
+        weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
 
 class _Embedding(torch.autograd.Function):

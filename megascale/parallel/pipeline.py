@@ -10,6 +10,16 @@ Invariants:
 * between a chunk's forward and its backward only the graph and the chunk's input are kept: the
   output's storage is free once its send is over, because backward starts from the graph's edge;
 * after a step nothing is left in flight or in store.
+
+Backward in halves: BACKWARD_INPUT runs autograd with weight gradients deferred (`ops/deferred.py`),
+BACKWARD_WEIGHT runs what was deferred. `join_weight_gradients` = K puts weight gradients off
+further, until K micro-batches of a chunk have theirs waiting (or the chunk's last one has), and
+runs them as joined GEMMs; whole backwards then defer theirs too. Data parallelism is told of the
+weights, not of the inputs: a bucket that left before its weight gradients would be wrong.
+
+Coupled transfers are the baseline of the ablation, which does what Megatron-LM did at the commit
+that MegaScale compares itself with (285068c8): after each batch of transfers the host waits for
+the whole device.
 """
 
 from __future__ import annotations
@@ -21,6 +31,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megascale.ops.deferred import DeferredWork, deferring
+from megascale.ops.deferred import run as run_deferred
+from megascale.ops.joined import accumulate_joined
 from megascale.parallel.spans import Span, no_span
 from megascale.parallel.transfers import Link, Receive, Transfers
 from megascale.plan.actions import RECEIVES, SENDS, Action, ActionKind, Channel, PipelineShape
@@ -30,7 +43,7 @@ Key = tuple[int, int]
 """(chunk, micro-batch)."""
 
 OnBackward = Callable[[int, int, bool], None]
-"""`f(chunk, micro_batch, last)`; `last`: the chunk's last backward of the step."""
+"""`f(chunk, micro_batch, last)`; `last`: the chunk's last weight gradients of the step."""
 
 
 class ChunkProgram(Protocol):
@@ -53,6 +66,12 @@ class ChunkProgram(Protocol):
         """
 
 
+def wait_for_device(device: torch.device) -> None:
+    """The host waits until everything launched has run."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _ignore(_chunk: int, _micro_batch: int, _last: bool) -> None:
     pass
 
@@ -60,9 +79,10 @@ def _ignore(_chunk: int, _micro_batch: int, _last: bool) -> None:
 class PipelineRuntime:
     """Runs steps of one stage.
 
-    links               from `create_links`; empty for one stage
-    on_backward_start   before each chunk's backward
-    on_backward_done    after it: the place where data parallelism starts its reduce-scatter
+    links                  from `create_links`; empty for one stage
+    join_weight_gradients  micro-batches whose weight gradients are computed together
+    on_backward_start      before each chunk's weight gradients: its backward, or what it deferred
+    on_backward_done       after them: the place where data parallelism starts its reduce-scatter
     Chunk numbers are global (0 .. stages * chunks_per_stage - 1) everywhere.
     """
 
@@ -76,6 +96,7 @@ class PipelineRuntime:
         schedule: str,
         transfers: str = "decoupled",
         links: dict[Channel, Link] | None = None,
+        join_weight_gradients: int = 1,
         on_backward_start: OnBackward = _ignore,
         on_backward_done: OnBackward = _ignore,
         span: Span = no_span,
@@ -84,6 +105,8 @@ class PipelineRuntime:
         self._stage, self._stages, self._chunks_per_stage = stage, stages, chunks_per_stage
         self._schedule, self._transfer_mode = schedule, transfers
         self._on_backward_start, self._on_backward_done = on_backward_start, on_backward_done
+        assert join_weight_gradients >= 1, join_weight_gradients
+        self._joined = join_weight_gradients
         self._span = span
         self._transfers = Transfers(
             links or {},
@@ -124,6 +147,10 @@ class PipelineRuntime:
             self._forward(step, chunk, m)
         elif action.kind is ActionKind.BACKWARD:
             self._backward(step, chunk, m)
+        elif action.kind is ActionKind.BACKWARD_INPUT:
+            self._input_gradient(step, chunk, m, "backward_input")
+        elif action.kind is ActionKind.BACKWARD_WEIGHT:
+            self._weight_gradients(step, chunk, m)
         elif action.kind is ActionKind.WAIT:
             self._wait_for_all(step)
         elif action.kind in SENDS:
@@ -162,14 +189,48 @@ class PipelineRuntime:
             step.to_send[ActionKind.SEND_ACTIVATION, chunk, m] = y.detach()
 
     def _backward(self, step: _Step, chunk: int, m: int) -> None:
-        gradient = None
-        if chunk < step.last_chunk:
-            gradient = self._received(step, ActionKind.RECV_GRADIENT, chunk, m)
+        if self._joined > 1:
+            self._input_gradient(step, chunk, m, "backward")
+            self._weight_gradients(step, chunk, m)
+            return
+        gradient = self._output_gradient(step, chunk, m)
         last = step.counts_last_backward(chunk)
         self._on_backward_start(chunk, m, last)
         with self._span("backward", chunk=chunk, micro_batch=m):
             torch.autograd.backward(step.roots.pop((chunk, m)), gradient)
         self._on_backward_done(chunk, m, last)
+        self._keep_to_send(step, chunk, m)
+
+    def _input_gradient(self, step: _Step, chunk: int, m: int, span: str) -> None:
+        """Backward without the weights' gradients, which are deferred."""
+        gradient = self._output_gradient(step, chunk, m)
+        work = step.deferred[chunk, m] = DeferredWork()
+        with self._span(span, chunk=chunk, micro_batch=m), deferring(work):
+            torch.autograd.backward(step.roots.pop((chunk, m)), gradient)
+        self._keep_to_send(step, chunk, m)
+
+    def _weight_gradients(self, step: _Step, chunk: int, m: int) -> None:
+        """What this micro-batch deferred, once enough others wait with it."""
+        waiting = step.waiting[chunk]
+        waiting.append(step.deferred.pop((chunk, m)))
+        last = step.counts_last_backward(chunk)
+        if len(waiting) < self._joined and not last:
+            return
+        self._on_backward_start(chunk, m, last)
+        op = f"{len(waiting)} joined" if len(waiting) > 1 else None
+        with self._span("backward_weight", chunk=chunk, micro_batch=m, op=op):
+            run_deferred(waiting, accumulate_joined)
+        waiting.clear()
+        self._on_backward_done(chunk, m, last)
+
+    def _output_gradient(self, step: _Step, chunk: int, m: int) -> Tensor | None:
+        """The gradient of a chunk's output; None for the last chunk, whose output is the loss."""
+        if chunk == step.last_chunk:
+            return None
+        return self._received(step, ActionKind.RECV_GRADIENT, chunk, m)
+
+    def _keep_to_send(self, step: _Step, chunk: int, m: int) -> None:
+        """The gradient of a chunk's input, for the send that follows."""
         x = step.inputs.pop((chunk, m))
         if x is not None:
             assert x.grad is not None, f"chunk {chunk} did not use its input"
@@ -185,6 +246,7 @@ class PipelineRuntime:
             for receive in step.receives.values():
                 receive.wait()
             self._transfers.finish()
+            wait_for_device(self._program.device)
 
 
 class _Step:
@@ -197,6 +259,8 @@ class _Step:
         self.roots: dict[Key, Tensor | GradientEdge] = {}
         self.receives: dict[tuple[ActionKind, int, int], Receive] = {}
         self.to_send: dict[tuple[ActionKind, int, int], Tensor] = {}
+        self.deferred: dict[Key, DeferredWork] = {}
+        self.waiting: dict[int, list[DeferredWork]] = {c: [] for c in range(shape.num_chunks)}
         self._backwards_left = dict.fromkeys(range(shape.num_chunks), shape.micro_batches)
 
     def counts_last_backward(self, chunk: int) -> bool:
@@ -205,5 +269,6 @@ class _Step:
         return self._backwards_left[chunk] == 0
 
     def assert_empty(self) -> None:
-        left = [*self.inputs, *self.roots, *self.receives, *self.to_send]
+        left = [*self.inputs, *self.roots, *self.receives, *self.to_send, *self.deferred]
+        left += [chunk for chunk, waiting in self.waiting.items() if waiting]
         assert not left, f"left over after the step: {left}"

@@ -3,8 +3,11 @@
 MegaScale 3.2 (pipeline parallel). The model is cut into `stages * chunks_per_stage` chunks; chunk c
 lives on stage c % stages. A schedule is one list of actions a stage. Computing actions run in list
 order; transfers are posted in list order and complete on their own, and a compute waits only for
-the receive that feeds it. A zero-bubble schedule adds two kinds (the input's and the weights' half
-of BACKWARD) to `ActionKind` and to `COMPUTES`.
+the receive that feeds it.
+
+A zero-bubble schedule (2401.10241) cuts BACKWARD in two: BACKWARD_INPUT makes the gradient that the
+stage before waits for, BACKWARD_WEIGHT the gradients of the weights, which nobody waits for before
+the end of the step. A schedule has whole backwards or halves, never both.
 
 Invariant: `Action.chunk` is always a chunk that the acting stage holds. So SEND_ACTIVATION of chunk
 c carries the output of FORWARD c and meets RECV_ACTIVATION of chunk c + 1, and SEND_GRADIENT of
@@ -22,6 +25,8 @@ class ActionKind(Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    BACKWARD_INPUT = "BI"
+    BACKWARD_WEIGHT = "BW"
     SEND_ACTIVATION = "SA"
     RECV_ACTIVATION = "RA"
     SEND_GRADIENT = "SG"
@@ -29,7 +34,10 @@ class ActionKind(Enum):
     WAIT = "W"  # before the named compute, wait for every transfer posted (coupled transfers)
 
 
-COMPUTES = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD})
+INPUT_GRADIENTS = frozenset({ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT})
+"""Take the gradient of a chunk's output, make that of its input, and free what forward kept."""
+
+COMPUTES = INPUT_GRADIENTS | {ActionKind.FORWARD, ActionKind.BACKWARD_WEIGHT}
 SENDS = frozenset({ActionKind.SEND_ACTIVATION, ActionKind.SEND_GRADIENT})
 RECEIVES = frozenset({ActionKind.RECV_ACTIVATION, ActionKind.RECV_GRADIENT})
 
@@ -108,6 +116,7 @@ class Schedule:
     """A step of the whole pipeline: `actions[stage]` in order, and the bounds that it promises.
 
     in_flight_limits[stage]   most (chunk, micro-batch) pairs forwarded and not yet backwarded
+    deferred_limits[stage]    most of them whose input's half is done and whose weights' is not
     receive_buffer_limit      most receives posted and not yet consumed, on any stage
     """
 
@@ -116,8 +125,24 @@ class Schedule:
     transfers: str
     actions: tuple[tuple[Action, ...], ...]
     in_flight_limits: tuple[int, ...]
+    deferred_limits: tuple[int, ...]
     receive_buffer_limit: int
     forward_only: bool = False
+    splits_backward: bool = False
+
+    @property
+    def backward_kind(self) -> ActionKind:
+        """The compute that makes the gradient of a chunk's input."""
+        return ActionKind.BACKWARD_INPUT if self.splits_backward else ActionKind.BACKWARD
+
+    @property
+    def compute_kinds(self) -> tuple[ActionKind, ...]:
+        """What is computed once for each chunk and micro-batch."""
+        if self.forward_only:
+            return (ActionKind.FORWARD,)
+        if self.splits_backward:
+            return ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
+        return ActionKind.FORWARD, ActionKind.BACKWARD
 
     def render(self) -> str:
         """One line a stage, for snapshots and for reading."""

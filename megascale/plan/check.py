@@ -6,7 +6,8 @@
 3. No deadlock, where a send meets its receive and nothing is buffered: a compute blocks until its
    receive has arrived; a send blocks while SEND_WINDOW sends before it on the channel are unmet;
    WAIT blocks until every transfer that its stage posted is met.
-4. Bounds: activations in flight, receive buffers and communicators of each stage.
+4. Bounds: activations in flight, deferred weight gradients, receive buffers and communicators of
+   each stage.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from dataclasses import dataclass
 
 from megascale.plan.actions import (
     COMPUTES,
+    INPUT_GRADIENTS,
     RECEIVES,
     SENDS,
     Action,
     ActionKind,
     Channel,
-    PipelineShape,
     Schedule,
 )
 from megascale.plan.schedules.transfers import SEND_WINDOW, receives_for, sends_of
@@ -38,6 +39,7 @@ class StageBounds:
     """What a stage needs at its worst moment."""
 
     in_flight: int
+    deferred: int
     receive_buffers: int
     communicators: int
 
@@ -60,10 +62,9 @@ def _error(schedule: Schedule, stage: int, action: Action, problem: str) -> Sche
 
 
 def _check_computes(schedule: Schedule, stage: int) -> None:
-    kinds = {ActionKind.FORWARD} if schedule.forward_only else COMPUTES
     expected = {
         Action(kind, chunk, m)
-        for kind in kinds
+        for kind in schedule.compute_kinds
         for chunk in schedule.shape.chunks_of(stage)
         for m in range(schedule.shape.micro_batches)
     }
@@ -84,7 +85,7 @@ def _check_local_order(schedule: Schedule, stage: int) -> None:
     for action in schedule.actions[stage]:
         if action in seen and action.kind is not ActionKind.WAIT:
             raise _error(schedule, stage, action, "stands twice")
-        for needed in _needs(schedule.shape, action):
+        for needed in _needs(schedule, action):
             if needed not in seen:
                 raise _error(schedule, stage, action, f"needs {needed} before it")
         seen.add(action)
@@ -96,15 +97,17 @@ def _check_local_order(schedule: Schedule, stage: int) -> None:
                 raise _error(schedule, stage, action, f"{send} is missing")
 
 
-def _needs(shape: PipelineShape, action: Action) -> list[Action]:
+def _needs(schedule: Schedule, action: Action) -> list[Action]:
     """What must stand before `action` in the list of the same stage."""
     forward = Action(ActionKind.FORWARD, action.chunk, action.micro_batch)
-    backward = Action(ActionKind.BACKWARD, action.chunk, action.micro_batch)
+    backward = Action(schedule.backward_kind, action.chunk, action.micro_batch)
     match action.kind:
         case ActionKind.FORWARD:
-            return receives_for(shape, action)
-        case ActionKind.BACKWARD:
-            return [forward, *receives_for(shape, action)]
+            return receives_for(schedule.shape, action)
+        case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT:
+            return [forward, *receives_for(schedule.shape, action)]
+        case ActionKind.BACKWARD_WEIGHT:
+            return [backward]
         case ActionKind.SEND_ACTIVATION:
             return [forward]
         case ActionKind.SEND_GRADIENT:
@@ -205,7 +208,7 @@ class _Simulation:
 
 
 def _check_bounds(schedule: Schedule, stage: int) -> StageBounds:
-    in_flight = buffers = most_in_flight = most_buffers = 0
+    in_flight = deferred = buffers = most_in_flight = most_deferred = most_buffers = 0
     channels: set[Channel] = set()
     for action in schedule.actions[stage]:
         if action.peer_stage is not None:
@@ -216,15 +219,21 @@ def _check_bounds(schedule: Schedule, stage: int) -> StageBounds:
             buffers -= len(receives_for(schedule.shape, action))
         if action.kind is ActionKind.FORWARD and not schedule.forward_only:
             in_flight += 1
-        if action.kind is ActionKind.BACKWARD:
+        if action.kind in INPUT_GRADIENTS:
             in_flight -= 1
+        if action.kind is ActionKind.BACKWARD_INPUT:
+            deferred += 1
+        if action.kind is ActionKind.BACKWARD_WEIGHT:
+            deferred -= 1
         most_in_flight = max(most_in_flight, in_flight)
+        most_deferred = max(most_deferred, deferred)
         most_buffers = max(most_buffers, buffers)
         for what, count, limit in (
             ("activations in flight", in_flight, schedule.in_flight_limits[stage]),
+            ("deferred weight gradients", deferred, schedule.deferred_limits[stage]),
             ("receive buffers", buffers, schedule.receive_buffer_limit),
             ("communicators", len(channels), MAX_COMMUNICATORS),
         ):
             if count > limit:
                 raise _error(schedule, stage, action, f"needs {count} {what}, the limit is {limit}")
-    return StageBounds(most_in_flight, most_buffers, len(channels))
+    return StageBounds(most_in_flight, most_deferred, most_buffers, len(channels))

@@ -4,17 +4,21 @@ Persistent state follows ZeRO (1910.02054) as `parallel/zero.py` stores it, acti
 et al. (2205.05198, section 4) with flash attention (no scores, one fp32 log-sum-exp a query) and
 counter-based dropout (no masks). With sequence parallelism every stored activation is divided by
 the tensor-parallel size: gathered inputs are gathered again for the backward pass.
-Activations in flight are not a formula: the very actions of the stage are walked.
+Activations in flight are not a formula: the very actions of the stage are walked. Where backward
+is cut in halves, or weight gradients of several micro-batches are joined, the operands of the
+weights' half stay until it runs: each linear's input and its output's gradient.
 
 Not counted: the allocator's reserve, communicators' buffers, temporaries within an operator.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from megascale.config import ModelConfig, RunConfig
-from megascale.plan.actions import ActionKind, PipelineShape
+from megascale.plan.actions import INPUT_GRADIENTS, Action, ActionKind, PipelineShape
 from megascale.plan.parameters import LogicalParameter, chunk_parameters
 from megascale.plan.schedules import build_stage
 from megascale.plan.schedules.transfers import PREFETCH_COMPUTES, SEND_WINDOW
@@ -122,16 +126,57 @@ def _activation_bytes(config: RunConfig, mesh: Mesh, stage: int) -> int:
     }
     count = config.micro_batches(config.training.global_batch_size, mesh.data)
     shape = PipelineShape(par.pipeline_parallel_size, par.virtual_pipeline_size, count)
-    alive = most = 0
-    for action in build_stage(par.schedule, shape, stage, transfers=par.pipeline_transfers):
-        if action.kind is ActionKind.FORWARD:
-            alive += bytes_of[action.chunk]
-        elif action.kind is ActionKind.BACKWARD:
-            alive -= bytes_of[action.chunk]
-        most = max(most, alive)
+    deferred_of = {
+        chunk: len(layers[chunk]) * deferred_bytes_per_token(model, dtype_bytes)
+        + (dtype_bytes * (model.hidden_size + model.vocab) if chunk == par.num_chunks - 1 else 0)
+        for chunk in bytes_of
+    }
+    actions = build_stage(par.schedule, shape, stage, transfers=par.pipeline_transfers)
+    most = _most_alive(actions, bytes_of, deferred_of, par.join_weight_gradients)
     if mode == "full":  # the layer that is being recomputed
         most += layer_bytes_per_token(model, "none", dtype_bytes, seq_len)
     return most * tokens // mesh.tensor
+
+
+def _most_alive(
+    actions: Sequence[Action], kept: Mapping[int, int], deferred: Mapping[int, int], joined: int
+) -> int:
+    """The most bytes alive while `actions` run.
+
+    kept      by chunk: from its forward to its backward or the input's half of it
+    deferred  by chunk: from there until its weights' half has run, with `joined` of them at a time
+    """
+    splits = any(action.kind is ActionKind.BACKWARD_WEIGHT for action in actions)
+    weights = ActionKind.BACKWARD_WEIGHT if splits else ActionKind.BACKWARD
+    left = Counter(action.chunk for action in actions if action.kind is weights)
+    waiting: Counter[int] = Counter()
+    alive = most = 0
+    for action in actions:
+        chunk = action.chunk
+        if action.kind is ActionKind.FORWARD:
+            alive += kept[chunk]
+        if action.kind in INPUT_GRADIENTS:
+            alive -= kept[chunk]
+            alive += deferred[chunk] if splits or joined > 1 else 0
+        most = max(most, alive)
+        if action.kind is weights and (splits or joined > 1):
+            waiting[chunk] += 1
+            left[chunk] -= 1
+            if waiting[chunk] == joined or left[chunk] == 0:
+                alive -= waiting.pop(chunk) * deferred[chunk]
+    return most
+
+
+def deferred_bytes_per_token(model: ModelConfig, dtype_bytes: int) -> int:
+    """Bytes that a deferred layer keeps for one token, before division by TP: inputs and outputs'
+    gradients of its linears, whatever is recomputed. Tensor parallelism keeps the own rows of what
+    it gathers."""
+    hidden, ffn = model.hidden_size, model.ffn_size
+    query, key = model.num_heads * model.dim_per_head, model.kv_heads * model.dim_per_head
+    num_norms = 2 if model.block == "serial" else 1
+    inputs = num_norms * hidden + query + ffn
+    gradients = query + 2 * key + (2 * ffn if model.gated else ffn) + num_norms * hidden
+    return dtype_bytes * (inputs + gradients)
 
 
 def layer_bytes_per_token(

@@ -37,6 +37,8 @@ def _run(*command: str) -> str:
         ("1f1b 4 1 8", 3 / 11, "4, 3, 2, 1"),
         ("interleaved_1f1b 4 2 8", 1.5 / 9.5, "11, 9, 7, 5"),
         ("gpipe 2 1 4", 1 / 5, "4, 4"),
+        # in halves a stage idles p - 1 units in place of 3 (p - 1)
+        ("zb_h1 4 1 8", 3 / 27, "4, 3, 2, 1"),
     ],
 )
 def test_draw_schedule(arguments: str, idle: float, in_flight: str) -> None:

@@ -13,9 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megascale.ops.linear import linear
+from megascale.parallel import pipeline
 from megascale.parallel.pipeline import PipelineRuntime
 from megascale.parallel.spans import Span, no_span
 from megascale.parallel.transfers import create_links
+from megascale.plan.actions import ActionKind
 from megascale.topology import Mesh
 from tests.distributed import run_ranks
 
@@ -35,7 +38,7 @@ class Chunk(nn.Module):
         self.linear = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x))
+        return x + torch.tanh(linear(x, self.linear.weight, self.linear.bias))
 
 
 def _network(num_chunks: int) -> list[Chunk]:
@@ -130,13 +133,15 @@ def _run_steps(
     counts: list[int],
     delay_s: float,
     device: str,
+    joined: int,
 ) -> list[tuple[list[float], Gradients]]:
     span = _random_delays(rank, delay_s) if delay_s else no_span
     place = torch.device(device, rank) if device == "cuda" else CPU
     if device == "cuda":
         torch.cuda.set_device(place)
     program = Program(rank, stages, stages * v, place)
-    _, runtime = _runtime(rank, stages, v, schedule, transfers, span=span, program=program)
+    options = {"span": span, "program": program, "join_weight_gradients": joined}
+    _, runtime = _runtime(rank, stages, v, schedule, transfers, **options)
     results = []
     for step, micro_batches in enumerate(counts):
         program.step = step
@@ -172,8 +177,9 @@ def _assert_steps_equal_the_unsplit_network(
     counts: list[int],
     delay_s: float = 0.0,
     device: str = "cpu",
+    joined: int = 1,
 ) -> None:
-    ranks = run_ranks(_run_steps, stages, v, schedule, transfers, counts, delay_s, device)
+    ranks = run_ranks(_run_steps, stages, v, schedule, transfers, counts, delay_s, device, joined)
     for step, micro_batches in enumerate(counts):
         losses, gradients = _reference(stages * v, micro_batches, step)
         merged: Gradients = {}
@@ -196,6 +202,11 @@ def _assert_steps_equal_the_unsplit_network(
         (2, 2, "interleaved_1f1b"),
         (3, 2, "interleaved_1f1b"),
         (4, 2, "interleaved_1f1b"),
+        (1, 1, "zb_h1"),
+        (2, 1, "zb_h1"),
+        (4, 1, "zb_h1"),
+        (2, 2, "interleaved_zb"),
+        (3, 2, "interleaved_zb"),
     ],
 )
 def test_gradients_equal_the_unsplit_network(
@@ -204,6 +215,25 @@ def test_gradients_equal_the_unsplit_network(
     """Three steps on the same runtime, the number of micro-batches changing between them."""
     counts = [2 * stages, 4 * stages, stages]
     _assert_steps_equal_the_unsplit_network(stages, v, schedule, transfers, counts)
+
+
+@pytest.mark.parametrize(
+    ("stages", "v", "schedule", "joined"),
+    [
+        (1, 1, "1f1b", 3),
+        (2, 1, "1f1b", 2),
+        (2, 2, "interleaved_1f1b", 4),
+        (2, 1, "zb_h1", 3),
+        (2, 2, "interleaved_zb", 2),
+        (2, 2, "interleaved_zb", 100),
+    ],
+)
+def test_joined_weight_gradients_equal_the_unsplit_network(
+    stages: int, v: int, schedule: str, joined: int
+) -> None:
+    """Also where the number does not divide the micro-batches, and where it is beyond them."""
+    counts = [2 * stages, 4 * stages, stages]
+    _assert_steps_equal_the_unsplit_network(stages, v, schedule, "decoupled", counts, joined=joined)
 
 
 @pytest.mark.parametrize("transfers", ["decoupled", "coupled"])
@@ -224,11 +254,21 @@ def test_soak_long(transfers: str) -> None:
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("transfers", ["decoupled", "coupled"])
-@pytest.mark.parametrize(("v", "schedule"), [(1, "1f1b"), (2, "interleaved_1f1b")])
-def test_gradients_on_gpus(v: int, schedule: str, transfers: str) -> None:
+@pytest.mark.parametrize(
+    ("v", "schedule", "joined"),
+    [
+        (1, "1f1b", 1),
+        (2, "interleaved_1f1b", 1),
+        (2, "interleaved_1f1b", 3),
+        (1, "zb_h1", 1),
+        (2, "interleaved_zb", 1),
+        (2, "interleaved_zb", 2),
+    ],
+)
+def test_gradients_on_gpus(v: int, schedule: str, joined: int, transfers: str) -> None:
     """NCCL: host delays shift the two ranks' streams against each other."""
     _assert_steps_equal_the_unsplit_network(
-        2, v, schedule, transfers, [4, 8, 2] * 3, delay_s=0.01, device="cuda"
+        2, v, schedule, transfers, [4, 8, 2] * 3, delay_s=0.01, device="cuda", joined=joined
     )
 
 
@@ -294,7 +334,9 @@ def test_validation_runs_forward_only_with_any_number_of_micro_batches() -> None
         assert losses == pytest.approx(_reference(4, count, 0)[0], rel=TOLERANCE)
 
 
-def _events(rank: int, stages: int, v: int, micro_batches: int) -> list[tuple[Any, ...]]:
+def _events(
+    rank: int, stages: int, v: int, micro_batches: int, schedule: str, joined: int
+) -> list[tuple[Any, ...]]:
     events: list[tuple[Any, ...]] = []
 
     def span(name: str, /, **fields: Any) -> AbstractContextManager[Any]:
@@ -305,9 +347,10 @@ def _events(rank: int, stages: int, v: int, micro_batches: int) -> list[tuple[An
         rank,
         stages,
         v,
-        "interleaved_1f1b",
+        schedule,
         "decoupled",
         span=span,
+        join_weight_gradients=joined,
         on_backward_start=lambda chunk, m, last: events.append(("start", chunk, m, last)),
         on_backward_done=lambda chunk, m, last: events.append(("done", chunk, m, last)),
     )
@@ -316,7 +359,7 @@ def _events(rank: int, stages: int, v: int, micro_batches: int) -> list[tuple[An
 
 
 def test_spans_and_backward_callbacks() -> None:
-    for rank, events in enumerate(run_ranks(_events, 2, 2, 4)):
+    for rank, events in enumerate(run_ranks(_events, 2, 2, 4, "interleaved_1f1b", 1)):
         for chunk in (rank, rank + 2):
             done = [event for event in events if event[0] == "done" and event[1] == chunk]
             assert done == [("done", chunk, m, m == 3) for m in range(4)]
@@ -327,6 +370,47 @@ def test_spans_and_backward_callbacks() -> None:
                 assert ("forward", chunk, m) in events
         names = {event[0] for event in events}
         assert names >= {"send", "recv", "pp_wait", "pp_finish"}
+
+
+def test_halves_have_spans_and_data_parallelism_hears_of_the_weights() -> None:
+    for rank, events in enumerate(run_ranks(_events, 2, 2, 4, "interleaved_zb", 1)):
+        for chunk in (rank, rank + 2):
+            for m in range(4):
+                start = events.index(("start", chunk, m, m == 3))
+                assert events[start + 1] == ("backward_weight", chunk, m)
+                assert events[start + 2] == ("done", chunk, m, m == 3)
+                assert events.index(("backward_input", chunk, m)) < start
+        assert "backward" not in {event[0] for event in events}
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_zb", "interleaved_1f1b"])
+def test_joined_weights_are_told_once(schedule: str) -> None:
+    for rank, events in enumerate(run_ranks(_events, 2, 2, 4, schedule, 3)):
+        for chunk in (rank, rank + 2):
+            told = [e for e in events if e[0] in ("start", "done") and e[1] == chunk]
+            assert told == [
+                ("start", chunk, 2, False),
+                ("done", chunk, 2, False),
+                ("start", chunk, 3, True),
+                ("done", chunk, 3, True),
+            ]
+
+
+def _count_waits(rank: int, stages: int, transfers: str) -> tuple[int, int]:
+    """Waits for the whole device, and WAIT actions."""
+    waits: list[torch.device] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "wait_for_device", waits.append)
+        _, runtime = _runtime(rank, stages, 2, "interleaved_1f1b", transfers)
+        runtime.run(2 * stages)
+    actions = next(iter(runtime._actions.values()))
+    return len(waits), sum(action.kind is ActionKind.WAIT for action in actions)
+
+
+def test_coupled_transfers_wait_for_the_device_each_time_and_decoupled_ones_never() -> None:
+    for waits, actions in run_ranks(_count_waits, 2, "coupled"):
+        assert waits == actions > 8
+    assert run_ranks(_count_waits, 2, "decoupled") == [(0, 0), (0, 0)]
 
 
 class _InNumpy(torch.autograd.Function):

@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 
 from megascale.config import ModelConfig, RunConfig, parse_config
-from megascale.plan.memory import layer_bytes_per_token, predict_memory
+from megascale.plan.memory import (
+    deferred_bytes_per_token,
+    layer_bytes_per_token,
+    predict_memory,
+)
 from megascale.topology import Mesh
 
 
@@ -89,6 +93,44 @@ def test_activations_follow_the_schedule() -> None:
     assert activations("gpipe", 0) == 8 * one
     final_norm = 2 * 4 * 64 * 256
     assert activations("1f1b", 3) == one + final_norm
+
+
+def test_halves_keep_the_operands_of_weight_gradients() -> None:
+    """Stage s of p holds p - s activations and s deferred pieces with them."""
+
+    def activations(stage: int, **parallelism: Any) -> int:
+        config = _config(
+            model={"preset": "tiny-llama", "num_layers": 8},
+            training={"global_batch_size": 8},
+            parallelism={"pipeline_parallel_size": 4, **parallelism},
+        )
+        return predict_memory(config, Mesh(pipeline=4), stage).activation_bytes
+
+    tokens = 256
+    kept = activations(2) // 2
+    model = ModelConfig(preset="tiny-llama")
+    deferred = 2 * tokens * deferred_bytes_per_token(model, 4)
+    assert deferred > 0
+    for stage in range(3):
+        found = activations(stage, pipeline_schedule="zb_h1")
+        assert found == max((4 - stage) * kept + stage * deferred, (3 - stage) * kept + deferred)
+    one = activations(2, pipeline_schedule="1f1b", join_weight_gradients=4)
+    assert one == max(2 * kept + 3 * deferred, kept + 4 * deferred)
+    last_pieces = activations(2, pipeline_schedule="1f1b", join_weight_gradients=100)
+    assert last_pieces == max(2 * kept + 6 * deferred, kept + 7 * deferred, 8 * deferred)
+
+
+def test_a_deferred_layer_by_hand() -> None:
+    """Llama: in and out of qkv 8 + 16, of o 8 + 8, of gate and up 8 + 24, of fc2 12 + 8."""
+    shape: dict[str, Any] = {
+        "hidden_size": 8,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_hidden_size": 12,
+    }
+    assert deferred_bytes_per_token(ModelConfig(**shape), 2) == 2 * (24 + 16 + 32 + 20)
+    parallel = ModelConfig(**shape, block="parallel")
+    assert deferred_bytes_per_token(parallel, 2) == 2 * (8 + 16 + 24 + 8 + 12 + 8)
 
 
 def test_tensor_parallel_divides_activations_logits_and_sharded_parameters() -> None:

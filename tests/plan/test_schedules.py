@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.plan.actions import ActionKind, PipelineShape, Schedule
+from megascale.plan.actions import INPUT_GRADIENTS, ActionKind, PipelineShape, Schedule
 from megascale.plan.check import check_schedule
 from megascale.plan.schedules import SCHEDULES, TRANSFERS, build_schedule, build_stage
 
@@ -20,6 +20,9 @@ SNAPSHOTS = [
     ("1f1b", 4, 1, 6, "coupled"),
     ("interleaved_1f1b", 3, 2, 6, "decoupled"),
     ("interleaved_1f1b", 3, 2, 6, "coupled"),
+    ("zb_h1", 3, 1, 6, "decoupled"),
+    ("zb_h1", 3, 1, 6, "coupled"),
+    ("interleaved_zb", 2, 2, 4, "decoupled"),
     ("forward_only", 2, 2, 3, "decoupled"),
 ]
 
@@ -28,9 +31,10 @@ SNAPSHOTS = [
 def schedules(draw: st.DrawFn) -> Schedule:
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     stages = draw(st.integers(1, 9))
-    chunked = stages > 1 and name in ("interleaved_1f1b", "forward_only")
+    interleaved = name.startswith("interleaved")
+    chunked = stages > 1 and (interleaved or name == "forward_only")
     chunks_per_stage = draw(st.integers(1, 5)) if chunked else 1
-    if name == "interleaved_1f1b":
+    if interleaved:
         micro_batches = stages * draw(st.integers(1, 4))
     else:
         micro_batches = draw(st.integers(1 if name == "forward_only" else stages, 3 * stages + 2))
@@ -48,6 +52,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 def test_every_schedule_is_proved_and_its_bounds_are_tight(schedule: Schedule) -> None:
     bounds = check_schedule(schedule)
     assert tuple(b.in_flight for b in bounds) == schedule.in_flight_limits
+    assert tuple(b.deferred for b in bounds) == schedule.deferred_limits
     assert all(b.communicators <= 4 for b in bounds)
 
 
@@ -72,6 +77,12 @@ def _computes(name: str, p: int, v: int, m: int, stage: int) -> str:
 def test_orders_by_hand() -> None:
     assert _computes("1f1b", 3, 1, 4, 0) == "F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3"
     assert _computes("1f1b", 3, 1, 4, 2) == "F2.0 B2.0 F2.1 B2.1 F2.2 B2.2 F2.3 B2.3"
+    assert _computes("zb_h1", 3, 1, 4, 0) == (
+        "F0.0 F0.1 F0.2 BI0.0 BW0.0 F0.3 BI0.1 BW0.1 BI0.2 BW0.2 BI0.3 BW0.3"
+    )
+    assert _computes("zb_h1", 3, 1, 4, 2) == (
+        "F2.0 BI2.0 F2.1 BI2.1 F2.2 BI2.2 BW2.0 F2.3 BI2.3 BW2.1 BW2.2 BW2.3"
+    )
     assert _computes("1f1b", 1, 1, 3, 0) == "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2"
     # MegaScale Figure 2's kind: the last of 2 stages, 2 chunks, 2 warm-up forwards
     assert _computes("interleaved_1f1b", 2, 2, 4, 1) == (
@@ -111,5 +122,5 @@ def test_sizes_that_cannot_work_are_refused() -> None:
 def test_coupled_waits_before_each_compute_that_follows_a_transfer() -> None:
     actions = build_stage("1f1b", PipelineShape(4, 1, 8), 1, transfers="coupled")
     for before, action in pairwise(actions):
-        if action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
+        if action.kind is ActionKind.FORWARD or action.kind in INPUT_GRADIENTS:
             assert before.kind is ActionKind.WAIT or before.peer_stage is None

@@ -25,6 +25,8 @@ FACTORS: dict[str, list[Any]] = {
     "zero": [1, 2],
     "mbs": [1, 2],
     "transfers": ["decoupled", "coupled"],
+    "halves": [False, True],
+    "joined": [1, 3],
     "family": ["gpt", "llama", "qwen"],
     "block": ["serial", "parallel"],
     "window": [None, 5],
@@ -62,6 +64,8 @@ ALL_THREE = {
     "zero": 2,
     "mbs": 1,
     "transfers": "decoupled",
+    "halves": True,
+    "joined": 1,
     "family": "gpt",
     "block": "parallel",
     "window": 5,
@@ -112,8 +116,12 @@ def test_gradients_equal_one_process(case: Case) -> None:
     layout = {key: case[key] for key in LAYOUT}
     execution = [
         f"parallelism.pipeline_transfers={case['transfers']}",
+        f"parallelism.join_weight_gradients={case['joined']}",
         f"training.micro_batch_size={case['mbs']}",
     ]
+    if case["halves"]:
+        name = "interleaved_zb" if case["vp"] > 1 else "zb_h1"
+        execution.append(f"parallelism.pipeline_schedule={name}")
     outcomes = run_layout(layout, [*options, *execution], 3, ragged=case["ragged"])
     reference = _reference(options, 3, case["ragged"])
     expected, got = join([reference]), join(outcomes)

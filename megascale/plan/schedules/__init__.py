@@ -11,24 +11,40 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megascale.plan.actions import Action, PipelineShape, Schedule
-from megascale.plan.schedules import forward_only, gpipe, interleaved, one_f_one_b
+from megascale.plan.schedules import forward_only, gpipe, interleaved, one_f_one_b, zero_bubble
 from megascale.plan.schedules.rounds import Round
 from megascale.plan.schedules.transfers import PREFETCH_COMPUTES, coupled, decoupled
 
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """A generator of rounds and the in-flight bound that it promises."""
+    """A generator of rounds and the bounds that it promises.
+
+    deferred_limit  most weights' halves that wait at a time; of a schedule that splits backward
+    """
 
     rounds: Callable[[PipelineShape, int], list[Round]]
     in_flight_limit: Callable[[PipelineShape, int], int]
     forward_only: bool = False
+    deferred_limit: Callable[[PipelineShape, int], int] | None = None
+
+    @property
+    def splits_backward(self) -> bool:
+        return self.deferred_limit is not None
 
 
 SCHEDULES: dict[str, ScheduleKind] = {
     "gpipe": ScheduleKind(gpipe.rounds, gpipe.in_flight_limit),
     "1f1b": ScheduleKind(one_f_one_b.rounds, one_f_one_b.in_flight_limit),
     "interleaved_1f1b": ScheduleKind(interleaved.rounds, interleaved.in_flight_limit),
+    "zb_h1": ScheduleKind(
+        zero_bubble.h1_rounds, one_f_one_b.in_flight_limit, deferred_limit=zero_bubble.limit
+    ),
+    "interleaved_zb": ScheduleKind(
+        zero_bubble.interleaved_rounds,
+        interleaved.in_flight_limit,
+        deferred_limit=zero_bubble.limit,
+    ),
     "forward_only": ScheduleKind(forward_only.rounds, forward_only.in_flight_limit, True),
 }
 
@@ -65,6 +81,10 @@ def build_schedule(
         transfers=transfers,
         actions=actions,
         in_flight_limits=tuple(kind.in_flight_limit(shape, s) for s in range(stages)),
+        deferred_limits=tuple(
+            kind.deferred_limit(shape, s) if kind.deferred_limit else 0 for s in range(stages)
+        ),
         receive_buffer_limit=1 + PREFETCH_COMPUTES,
         forward_only=kind.forward_only,
+        splits_backward=kind.splits_backward,
     )

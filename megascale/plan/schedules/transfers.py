@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megascale.plan.actions import Action, ActionKind, PipelineShape
+from megascale.plan.actions import INPUT_GRADIENTS, Action, ActionKind, PipelineShape
 from megascale.plan.schedules.rounds import Round
 
 PREFETCH_COMPUTES = 1
@@ -58,20 +58,22 @@ def coupled(shape: PipelineShape, rounds: Sequence[Round]) -> list[Action]:
 
 
 def receives_for(shape: PipelineShape, compute: Action) -> list[Action]:
-    """What feeds `compute`: nothing for the first chunk's forward and the last one's backward."""
+    """What feeds `compute`: nothing for the first chunk's forward, the last one's backward, and a
+    weights' half."""
     chunk, m = compute.chunk, compute.micro_batch
     if compute.kind is ActionKind.FORWARD and chunk > 0:
         return [Action(ActionKind.RECV_ACTIVATION, chunk, m, shape.stage_of(chunk - 1))]
-    if compute.kind is ActionKind.BACKWARD and chunk < shape.last_chunk:
+    if compute.kind in INPUT_GRADIENTS and chunk < shape.last_chunk:
         return [Action(ActionKind.RECV_GRADIENT, chunk, m, shape.stage_of(chunk + 1))]
     return []
 
 
 def sends_of(shape: PipelineShape, compute: Action) -> list[Action]:
-    """Where the result goes: nowhere from the last chunk's forward or the first one's backward."""
+    """Where the result goes: nowhere from the last chunk's forward, the first one's backward, and a
+    weights' half."""
     chunk, m = compute.chunk, compute.micro_batch
     if compute.kind is ActionKind.FORWARD and chunk < shape.last_chunk:
         return [Action(ActionKind.SEND_ACTIVATION, chunk, m, shape.stage_of(chunk + 1))]
-    if compute.kind is ActionKind.BACKWARD and chunk > 0:
+    if compute.kind in INPUT_GRADIENTS and chunk > 0:
         return [Action(ActionKind.SEND_GRADIENT, chunk, m, shape.stage_of(chunk - 1))]
     return []

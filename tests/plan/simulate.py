@@ -1,0 +1,58 @@
+"""When each compute of a schedule runs, if transfers take no time: an event simulation.
+
+A compute starts as soon as its stage is free and what it needs is there; stages run their lists in
+order. Nothing of the runtime is here, and nothing of the checker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megascale.plan.actions import COMPUTES, INPUT_GRADIENTS, Action, ActionKind, Schedule
+
+Cost = Callable[[Action], float]
+
+
+def by_kind(forward: float, backward_input: float, backward_weight: float) -> Cost:
+    """Costs of a chunk's work, the same for all chunks; a whole backward is both halves."""
+    costs = {
+        ActionKind.FORWARD: forward,
+        ActionKind.BACKWARD: backward_input + backward_weight,
+        ActionKind.BACKWARD_INPUT: backward_input,
+        ActionKind.BACKWARD_WEIGHT: backward_weight,
+    }
+    return lambda action: costs[action.kind]
+
+
+def end_times(schedule: Schedule, cost: Cost) -> list[dict[Action, float]]:
+    """By stage: when each of its computes ends."""
+    waiting = [[a for a in actions if a.kind in COMPUTES] for actions in schedule.actions]
+    ended: list[dict[Action, float]] = [{} for _ in waiting]
+    everywhere: dict[Action, float] = {}
+    free = [0.0] * len(waiting)
+    while any(waiting):
+        before = len(everywhere)
+        for stage, computes in enumerate(waiting):
+            while computes and _needs(schedule, computes[0]) <= everywhere.keys():
+                action = computes.pop(0)
+                ready = max((everywhere[a] for a in _needs(schedule, action)), default=0.0)
+                free[stage] = max(free[stage], ready) + cost(action)
+                ended[stage][action] = everywhere[action] = free[stage]
+        assert len(everywhere) > before, f"no stage can go on: {[w[:1] for w in waiting]}"
+    return ended
+
+
+def step_time(schedule: Schedule, cost: Cost) -> float:
+    return max(max(ended.values()) for ended in end_times(schedule, cost))
+
+
+def _needs(schedule: Schedule, action: Action) -> set[Action]:
+    chunk, m = action.chunk, action.micro_batch
+    if action.kind is ActionKind.FORWARD:
+        return {Action(ActionKind.FORWARD, chunk - 1, m)} if chunk else set()
+    if action.kind in INPUT_GRADIENTS:
+        own = {Action(ActionKind.FORWARD, chunk, m)}
+        return own | (
+            {Action(action.kind, chunk + 1, m)} if chunk < schedule.shape.last_chunk else set()
+        )
+    return {Action(ActionKind.BACKWARD_INPUT, chunk, m)}
