@@ -153,8 +153,9 @@ class Recorder:
         """A span to enter, or to `start` and `end`.
 
         `fields` are those of `events.Span`: chunk, micro_batch, op, group, seq, peer, num_bytes,
-        payload, bucket, work. Operations of a `group` are numbered here unless `seq` is given. `host`:
-        the work is the host's (waiting for data, writing a file), whatever the clock of the rest.
+        payload, bucket, work. Operations of a `group` are numbered here unless `seq` is given.
+        `host`: the work is the host's (waiting for data, writing a file), whatever the clock of
+        the rest.
         """
         if not fields.keys() <= SPAN_FIELDS:
             unknown = sorted(fields.keys() - SPAN_FIELDS)

@@ -59,11 +59,16 @@ class Case:
     @property
     def switches(self) -> dict[str, Any]:
         """What a row of `ladder` says beside `keys`: the switches that those leave out."""
-        config = self.config
-        pipelined = config.parallelism.pipeline_parallel_size > 1
+        config, mesh = self.config, self.config.mesh(self.num_ranks)
+        par, training = config.parallelism, config.training
+        overlaps = par.overlap_grad_reduce and par.overlap_param_gather
+        old_host = training.gc == "automatic" and not training.run_ahead
         return {
             "window": config.model.attention_window,
-            "transfers": config.parallelism.pipeline_transfers if pipelined else "none",
+            "transfers": par.pipeline_transfers if mesh.pipeline > 1 else "none",
+            "dp_overlap": ("yes" if overlaps else "no") if mesh.data > 1 else "none",
+            "operators": config.operators.mode,
+            "host": "waits" if old_host else "ahead",
             "optimizer": config.optimizer.name,
         }
 

@@ -1,4 +1,4 @@
-"""What the ranks of a finished run recorded of themselves: memory, host time, waits, operators' forms.
+"""What the ranks of a finished run recorded: memory, host time, waits, forms of operators.
 
 Read from the line files of the recorder (`RUN/telemetry`), of every rank: the busiest rank is what
 a machine must hold, and not always the first.

@@ -9,9 +9,9 @@ import pytest
 
 from megascale.config import load_config
 from megascale.errors import ConfigError
+from megascale.topology import Mesh
 from megascale.train.bench.ladder import (
     LADDER,
-    NO_SWITCH,
     plan_ladder,
     settings_of,
     why_left_out,
@@ -35,7 +35,25 @@ def test_the_rungs_are_those_of_the_paper_in_its_order() -> None:
         ("LAMB 3x batch", "3.1"),
     ]
     assert math.fsum(rung.paper_gain or 0.0 for rung in LADDER) == pytest.approx(0.653 - 0.477)
-    assert [rung.name for rung in LADDER if rung.same_mathematics] == ["TP overlap", "PP overlap"]
+    assert all(rung.settings for rung in LADDER), "each is a switch"
+    assert [rung.name for rung in LADDER if rung.same_mathematics] == [
+        "TP overlap",
+        "PP overlap",
+        "DP overlap",
+        "efficient operators",
+        "misc",
+    ]
+
+
+def test_the_baseline_turns_off_what_the_rungs_turn_on() -> None:
+    baseline = LADDER[0].settings
+    for rung in LADDER[1:]:
+        for key, value in rung.settings.items():
+            if key != "training.global_batch_size":
+                assert baseline[key] != value, (rung.name, key)
+    assert set(baseline) == {key for rung in LADDER[1:] for key in rung.settings} - {
+        "training.global_batch_size"
+    }
 
 
 @pytest.mark.parametrize(("seq_len", "window"), [(2048, 768), (8192, 3072), (16, 6), (2, 1)])
@@ -52,10 +70,12 @@ def test_window_and_batch_follow_the_recipe(seq_len: int, window: int) -> None:
 @pytest.mark.parametrize(
     ("overrides", "num_ranks", "left_out"),
     [
-        ([], 1, {"TP overlap": "tensor_parallel_size", "PP overlap": "pipeline_parallel_size"}),
-        ([TP2], 2, {"PP overlap": "pipeline_parallel_size"}),
-        ([PP2], 4, {"TP overlap": "tensor_parallel_size"}),
-        ([TP2, PP2], 4, {}),
+        ([], 1, {"TP overlap": "tensor", "PP overlap": "pipeline", "DP overlap": "data"}),
+        ([], 2, {"TP overlap": "tensor", "PP overlap": "pipeline"}),
+        ([TP2], 2, {"PP overlap": "pipeline", "DP overlap": "data"}),
+        ([PP2], 4, {"TP overlap": "tensor"}),
+        ([TP2, PP2], 4, {"DP overlap": "data"}),
+        ([TP2, PP2], 8, {}),
     ],
 )
 def test_a_rung_that_means_nothing_in_the_layout_is_left_out_by_name(
@@ -64,35 +84,44 @@ def test_a_rung_that_means_nothing_in_the_layout_is_left_out_by_name(
     planned = plan_tiny(tmp_path, *overrides, num_ranks=num_ranks)
     assert [plan.rung for plan in planned] == list(LADDER)
     reasons = {plan.rung.name: plan.left_out for plan in planned if plan.left_out}
-    no_switch = dict.fromkeys(("DP overlap", "efficient operators", "misc"), NO_SWITCH)
-    layout = {name: f"not in this layout: {key} is 1" for name, key in left_out.items()}
-    assert reasons == {**no_switch, **layout}
+    assert reasons == {
+        name: f"not in this layout: one rank along the {axis} axis"
+        for name, axis in left_out.items()
+    }
     assert all((plan.case is None) == (plan.left_out is not None) for plan in planned)
 
 
 def test_each_rung_adds_its_switches_to_those_below(tmp_path: Path) -> None:
-    planned = plan_tiny(tmp_path, TP2, PP2, num_ranks=4)
+    planned = plan_tiny(tmp_path, TP2, PP2, "training.global_batch_size=8", num_ranks=8)
     cases = {plan.rung.name: plan.case for plan in planned if plan.case is not None}
     seen = {}
     for name, case in cases.items():
-        keys = case.keys
+        keys, switches = case.keys, case.switches
         seen[name] = (
-            *(keys["block"], case.switches["window"], keys["flux"]),
-            *(case.switches["transfers"], case.switches["optimizer"], keys["gbs"]),
+            *(keys["block"], switches["window"], keys["flux"], switches["transfers"]),
+            *(switches["dp_overlap"], switches["operators"], switches["host"]),
+            *(case.config.data.prefetch, switches["optimizer"], keys["gbs"]),
         )
+    plain = ("plain", "waits", 0, "adamw", 8)
     assert seen == {
-        "baseline": ("serial", None, "reference", "coupled", "adamw", 4),
-        "parallel block": ("parallel", None, "reference", "coupled", "adamw", 4),
-        "sliding window": ("parallel", 6, "reference", "coupled", "adamw", 4),
-        "TP overlap": ("parallel", 6, "auto", "coupled", "adamw", 4),
-        "PP overlap": ("parallel", 6, "auto", "decoupled", "adamw", 4),
-        "LAMB 3x batch": ("parallel", 6, "auto", "decoupled", "lamb", 12),
+        "baseline": ("serial", None, "reference", "coupled", "no", *plain),
+        "parallel block": ("parallel", None, "reference", "coupled", "no", *plain),
+        "sliding window": ("parallel", 6, "reference", "coupled", "no", *plain),
+        "TP overlap": ("parallel", 6, "auto", "coupled", "no", *plain),
+        "PP overlap": ("parallel", 6, "auto", "decoupled", "no", *plain),
+        "DP overlap": ("parallel", 6, "auto", "decoupled", "yes", *plain),
+        "efficient operators": (
+            *("parallel", 6, "auto", "decoupled", "yes", "fused", "waits", 0, "adamw", 8),
+        ),
+        "misc": ("parallel", 6, "auto", "decoupled", "yes", "fused", "ahead", 2, "adamw", 8),
+        "LAMB 3x batch": (
+            *("parallel", 6, "auto", "decoupled", "yes", "fused", "ahead", 2, "lamb", 24),
+        ),
     }
     mathematics = {plan.rung.name: plan.mathematics for plan in planned if plan.case is not None}
     assert mathematics == {
         **{name: name for name in cases},
-        "TP overlap": "sliding window",
-        "PP overlap": "sliding window",
+        **dict.fromkeys(list(cases)[3:8], "sliding window"),
     }
 
 
@@ -125,7 +154,7 @@ def test_switches_of_the_ladder_are_not_the_users(tmp_path: Path, override: str)
 def test_the_batch_is_the_users(tmp_path: Path) -> None:
     planned = plan_tiny(tmp_path, "training.global_batch_size=8", num_ranks=1)
     batches = [plan.case.keys["gbs"] for plan in planned if plan.case is not None]
-    assert batches == [8, 8, 8, 24]
+    assert batches == [*[8] * 5, 24]
 
 
 @pytest.mark.parametrize("name", ["bench-175b-4l", "bench-7b"])
@@ -134,4 +163,4 @@ def test_the_bench_recipes_take_the_whole_ladder(name: str) -> None:
     planned = plan_ladder(recipe, [], 2, model=None, num_gpus=2)
     windows = {plan.case.switches["window"] for plan in planned if plan.case is not None}
     assert windows == {None, 768}
-    assert why_left_out(RUNG["misc"], load_config(recipe)) == NO_SWITCH
+    assert why_left_out(RUNG["misc"], Mesh(tensor=2)) is None
