@@ -21,6 +21,7 @@ from megascale.model.context import ForwardContext
 from megascale.model.layers import FusedLinear, Norm, RowPair
 from megascale.model.recompute import remade
 from megascale.ops.activation import activation
+from megascale.ops.column_split import Part
 from megascale.ops.random import dropout, stream_key
 
 
@@ -40,14 +41,14 @@ def fc1_blocks(cfg: ModelConfig, layer: int) -> tuple[tuple[str, int], ...]:
 
 
 def activate(
-    name: str, h_Tf: Tensor, ctx: ForwardContext
+    name: str, h_Tf: Tensor, bias_f: Tensor | None, ctx: ForwardContext, part: Part | None = None
 ) -> tuple[Tensor, AbstractContextManager[None]]:
     """The activated tensor, and the context in which its consumer saves what it needs of it."""
-    a_Tf = activation(name, h_Tf, ctx.operators)
+    a_Tf = activation(name, h_Tf, bias_f, ctx.operators, part)
     if ctx.recompute != "selective":
         return a_Tf, nullcontext()
     kept_Tf = h_Tf.detach()
-    return a_Tf, remade(a_Tf, lambda: activation(name, kept_Tf, ctx.operators))
+    return a_Tf, remade(a_Tf, lambda: activation(name, kept_Tf, bias_f, ctx.operators))
 
 
 class Mlp(nn.Module):
@@ -64,7 +65,10 @@ class Mlp(nn.Module):
         self.fc2 = FusedLinear(cfg.ffn_size, out_blocks, bias, device, dtype)
 
     def forward(self, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
-        a_Tf, saving = activate(self.activation, self.fc1(x_TD), ctx)
+        if ctx.operators == "plain":
+            a_Tf, saving = activate(self.activation, self.fc1(x_TD), None, ctx)
+        else:
+            a_Tf, saving = activate(self.activation, self.fc1.product(x_TD), self.fc1.bias, ctx)
         with saving:
             y: Tensor = self.fc2(a_Tf)
         return y
@@ -94,7 +98,11 @@ class SerialBlock(nn.Module):
 
 
 class ParallelBlock(nn.Module):
-    """Attention and MLP side by side on one norm, between one GEMM in and one pair out."""
+    """Attention and MLP side by side on one norm, between one GEMM in and one pair out.
+
+    The bias of the GEMM in stays there: half of it belongs to q, k and v, and where positions are
+    learned there is no pass over those that could add it.
+    """
 
     def __init__(
         self, cfg: ModelConfig, layer: int, device: torch.device, dtype: torch.dtype
@@ -115,9 +123,10 @@ class ParallelBlock(nn.Module):
         self, x_tD: Tensor, ctx: ForwardContext, cache: KeyValueCache | None = None
     ) -> Tensor:
         joined_Tn = self.in_proj(self.norm1(x_tD))
-        qkv_Tn, h_Tf = self.in_proj.split(joined_Tn, (3, len(self.in_proj.blocks) - 3))
+        sizes = (3, len(self.in_proj.blocks) - 3)
+        (qkv_Tn, h_Tf), (_, part) = self.in_proj.split(joined_Tn, sizes)
         attended_Tk = self.attn.core(qkv_Tn, ctx, cache)
-        a_Tf, saving = activate(self.activation, h_Tf, ctx)
+        a_Tf, saving = activate(self.activation, h_Tf, None, ctx, part)
         with saving:
             y_tD = self.out_proj(attended_Tk, a_Tf)
         return x_tD + hidden_dropout(y_tD, self.dropout, ctx, f"{self.name}.dropout")

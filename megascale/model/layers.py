@@ -19,6 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from megascale.ops.column_split import Part, split_columns
 from megascale.ops.embedding import embedding
 from megascale.ops.linear import linear, linear_pair
 from megascale.ops.norm import layer_norm, rms_norm
@@ -73,8 +74,15 @@ class FusedLinear(LogicalModule):
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.op(x_TD, self.weight, self.bias)
 
-    def split(self, y: Tensor, sizes_of: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Cut an output into groups of `sizes_of` consecutive blocks, in their own proportions."""
+    def product(self, x_TD: Tensor) -> Tensor:
+        """The output without the bias, for a consumer that adds `self.bias` itself."""
+        return self.op(x_TD, self.weight, None)
+
+    def split(
+        self, y: Tensor, sizes_of: tuple[int, ...]
+    ) -> tuple[tuple[Tensor, ...], tuple[Part, ...]]:
+        """Cut an output into groups of `sizes_of` consecutive blocks, in their own proportions:
+        `ops/column_split.py`."""
         total = sum(rows for _, rows in self.blocks)
         widths, first = [], 0
         for count in sizes_of:
@@ -82,7 +90,7 @@ class FusedLinear(LogicalModule):
             widths.append(rows * y.shape[-1] // total)
             first += count
         assert sum(widths) == y.shape[-1], (widths, y.shape, self.blocks)
-        return torch.split(y, widths, dim=-1)
+        return split_columns(y, widths)
 
     def storage_blocks(self) -> dict[str, RowBlocks]:
         stored = {"weight": _suffixed(self.blocks, "weight")}

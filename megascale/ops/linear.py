@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megascale.ops.column_sum import accumulate_partials, partial_column_sums
 from megascale.ops.mode import OperatorMode
 
 
@@ -40,20 +41,10 @@ def accumulate_weight_gradient(weight: Tensor, grad_y_TO: Tensor, x_TI: Tensor) 
 
 
 def accumulate_bias_gradient(
-    bias: Tensor,
-    grad_y_TO: Tensor,
-    mode: OperatorMode = "fused",  # noqa: ARG001 - one implementation so far
+    bias: Tensor, grad_y_TO: Tensor, mode: OperatorMode = "fused"
 ) -> Tensor | None:
-    """The same for a bias: the sum over rows, in the main dtype (fp32 for a bf16 bias)."""
-    main_grad: Tensor | None = getattr(bias, "main_grad", None)
-    if main_grad is None:
-        return grad_y_TO.sum(0, dtype=_sum_dtype(grad_y_TO)).to(bias.dtype)
-    main_grad.add_(grad_y_TO.sum(0, dtype=main_grad.dtype))
-    return None
-
-
-def _sum_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+    """The same for a bias: the sum over rows in fp32 (`ops/column_sum`)."""
+    return accumulate_partials(bias, partial_column_sums(grad_y_TO, mode), mode)
 
 
 class _Linear(torch.autograd.Function):

@@ -34,7 +34,7 @@ def takes_kernels(mode: OperatorMode, *tensors: Tensor | None) -> bool:
     if mode != "fused":
         return False
     for tensor in tensors:
-        if tensor is not None and not (tensor.is_cuda and tensor.dtype in KERNEL_DTYPES):
+        if tensor is not None and not runs_kernels(tensor):
             return False
     if not _has_triton():
         raise ConfigError(
@@ -42,6 +42,11 @@ def takes_kernels(mode: OperatorMode, *tensors: Tensor | None) -> bool:
             "install megascale[gpu], or set operators.mode = 'plain'"
         )
     return True
+
+
+def runs_kernels(tensor: Tensor) -> bool:
+    """Whether kernels exist for such a tensor."""
+    return tensor.is_cuda and tensor.dtype in KERNEL_DTYPES
 
 
 @functools.cache
