@@ -22,21 +22,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megascale.ops.column_sum import accumulate_partials, partial_column_sums
+from megascale.ops.deferred import defer_product
+from megascale.ops.main_gradient import take_stale
 from megascale.ops.mode import OperatorMode
+from megascale.ops.weight_gradient import add_weight_gradient
 
 
 def accumulate_weight_gradient(weight: Tensor, grad_y_TO: Tensor, x_TI: Tensor) -> Tensor | None:
-    """Add `grad_y^T @ x` to `weight.main_grad` and return None, or return it if there is none."""
+    """Add `grad_y^T @ x` to `weight.main_grad` and return None, or return it if there is none.
+
+    Inside `deferring` nothing is computed: the operands are kept (`ops/deferred.py`).
+    """
+    if defer_product(weight, grad_y_TO, x_TI):
+        return None
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     if main_grad is None:
         return grad_y_TO.t() @ x_TI
-    grad_y_OT = grad_y_TO.t()
-    if main_grad.dtype == x_TI.dtype:
-        main_grad.addmm_(grad_y_OT, x_TI)
-    elif main_grad.is_cuda and main_grad.dtype == torch.float32:
-        torch.addmm(main_grad, grad_y_OT, x_TI, out_dtype=torch.float32, out=main_grad)
-    else:
-        main_grad.addmm_(grad_y_OT.to(main_grad.dtype), x_TI.to(main_grad.dtype))
+    add_weight_gradient(main_grad, (grad_y_TO, x_TI), overwrite=take_stale(weight))
     return None
 
 

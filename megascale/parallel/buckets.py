@@ -20,10 +20,12 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from megascale.ops.main_gradient import mark_stale, take_stale
 from megascale.parallel.tensor import StoredParameter
 from megascale.shards import Block
 
 ALIGNMENT = 64  # elements: 128 bytes of bf16, what tensor-core kernels like
+FIRST_BUCKET_SHARE = 1 / 8  # of `bucket_bytes`, for the first bucket of a chunk
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def one_run(pieces: Sequence[OwnedBlock]) -> tuple[int, int]:
     return first, last
 
 
-@dataclass
+@dataclass(eq=False)
 class Bucket:
     """Parameters that are communicated together; `units` are consecutive units of one chunk."""
 
@@ -108,13 +110,18 @@ class Bucket:
     def shard_stop(self) -> int:
         return self.shard_start + self.shard_elements
 
+    @property
+    def own_parameters(self) -> Tensor:
+        """This rank's range of the parameters."""
+        return self.parameters[self.shard_start : self.shard_stop]
+
     def allocate(self, device: torch.device, dtype: torch.dtype, main_dtype: torch.dtype) -> None:
         """Allocate parameters and master shard, and make every module parameter a view of them.
 
         Where both dtypes agree the master is the rank's range of the parameters itself.
         """
         self.parameters = torch.zeros(self.num_elements, dtype=dtype, device=device)
-        own = self.parameters[self.shard_start : self.shard_stop]
+        own = self.own_parameters
         self.master = own if dtype == main_dtype else torch.zeros_like(own, dtype=main_dtype)
         for stored, offset in zip(self.stored, self.offsets, strict=True):
             shape = stored.parameter.shape
@@ -128,6 +135,23 @@ class Bucket:
             size = parameter.numel()
             main_grad = buffer[offset : offset + size].view(parameter.shape)
             parameter.main_grad = main_grad  # type: ignore[attr-defined]
+
+    def forget_gradients(self, buffer: Tensor) -> None:
+        """What `buffer` holds, where the gradients point, counts for nothing from here on: matrices
+        are overwritten by their first contribution, all else is zeroed."""
+        position = 0
+        for stored, offset in zip(self.stored, self.offsets, strict=True):
+            if len(stored.parameter.shape) > 1:
+                mark_stale(stored.parameter)
+                _zero(buffer, position, offset)
+                position = offset + stored.parameter.numel()
+        _zero(buffer, position, self.num_elements)
+
+    def zero_stale(self) -> None:
+        """Zero the matrices to which nothing has contributed. All contributions must be in."""
+        for stored in self.stored:
+            if take_stale(stored.parameter):
+                stored.parameter.main_grad.zero_()  # type: ignore[attr-defined]
 
     def owned(self) -> list[OwnedBlock]:
         """What this rank's range covers, in order; the pieces tile the range exactly."""
@@ -154,6 +178,11 @@ def replace_parameter(stored: StoredParameter, parameter: nn.Parameter) -> None:
         setattr(module, attribute, parameter)
 
 
+def _zero(buffer: Tensor, start: int, stop: int) -> None:
+    if start < stop:
+        buffer[start:stop].zero_()
+
+
 def _storage_order(stored: StoredParameter) -> tuple[int, int]:
     vector = len(stored.parameter.shape) < 2
     replicated = any(block.replicated for block in stored.blocks)
@@ -173,16 +202,19 @@ def plan_buckets(
     data_rank: int,
 ) -> list[Bucket]:
     """Join the units of each chunk (unit names in order, parameters) to buckets of about
-    `bucket_bytes` of gradients, at least one unit each.
+    `bucket_bytes` of gradients, at least one unit each, in the order of forward.
 
+    The first bucket of a chunk is smaller: its reduce-scatter is the last to start and its
+    all-gather the first that is waited for, so nothing hides either.
     A parameter that another pipeline stage holds too gets a bucket of its own, so that its shards
     lie the same way on both stages.
     """
     buckets: list[Bucket] = []
     for chunk, (units, stored) in enumerate(chunks):
+        here: list[Bucket] = []
         for members in _groups(units, stored, bucket_bytes / main_itemsize):
             used = [units.index(unit) for member in members for unit in member.units]
-            buckets.append(
+            here.append(
                 Bucket(
                     name=f"chunk{chunk}.{members[0].path}",
                     chunk=chunk,
@@ -193,6 +225,7 @@ def plan_buckets(
                     data_rank=data_rank,
                 )
             )
+        buckets += sorted(here, key=lambda bucket: bucket.first_unit)
     return buckets
 
 
@@ -201,13 +234,13 @@ def _groups(
 ) -> list[list[StoredParameter]]:
     groups: list[list[StoredParameter]] = [[s] for s in stored if _is_tied(s)]
     open_group: list[StoredParameter] = []
-    size = 0
+    size, limit = 0, FIRST_BUCKET_SHARE * max_elements
     for unit in units:
         here = [s for s in stored if s.units[0] == unit and not _is_tied(s)]
         here_elements = sum(prod(s.parameter.shape) for s in here)
-        if open_group and size + here_elements > max_elements:
+        if open_group and size + here_elements > limit:
             groups.append(open_group)
-            open_group, size = [], 0
+            open_group, size, limit = [], 0, max_elements
         open_group += here
         size += here_elements
     return [*groups, open_group] if open_group else groups

@@ -111,13 +111,19 @@ def assemble(
         device=device,
         dtype=dtype,
         main_dtype=main_dtype(dtype),
+        overlap_grad_reduce=par.overlap_grad_reduce,
+        overlap_param_gather=par.overlap_param_gather,
+        reduce_in_bfloat16=par.grad_reduce_dtype == "bfloat16",
         span=span,
     )
     _watch_units(chunks, zero)
     initialise_masters(config, zero)
     names = tuple(block.name for _, stored in sharded for s in stored for block in s.blocks)
     optimizer = build_optimizer(
-        config.optimizer, zero.flats(), _reductions(groups, names, tied_over_stages)
+        config.optimizer,
+        zero.flats(),
+        _reductions(groups, names, tied_over_stages),
+        kernels=None if config.operators.mode == "fused" else False,
     )
     program = StageProgram(
         config,

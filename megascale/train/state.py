@@ -17,7 +17,8 @@ from megascale.checkpoint import Piece, pieces_of_range
 from megascale.config import ModelConfig, RunConfig
 from megascale.errors import CheckpointError
 from megascale.optim import Optimizer
-from megascale.parallel.zero import Run, ShardedDataParallel
+from megascale.parallel.runs import Run
+from megascale.parallel.zero import ShardedDataParallel
 
 logger = logging.getLogger(__name__)
 

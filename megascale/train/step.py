@@ -8,7 +8,7 @@ asked to stop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,11 +72,16 @@ def train_step(
     program.begin(micro_batches, nominal_tokens=nominal, training=True)
     zero.start_step()
     assembly.runtime.run(len(micro_batches))
-    loss_sum, num_valid, votes = _world_sums(assembly, wants_stop)
-    zero.finish_gradients()
+    sums = _start_world_sums(assembly, wants_stop)
+    zero.finish_gradients(assembly.optimizer.gradient_is_final)
+    loss_sum, num_valid, votes = sums()
     with assembly.span("optimizer"):
-        update = assembly.optimizer.step(lr, grad_scale=nominal / num_valid.clamp(min=1.0))
-    zero.gather_parameters()
+        update = assembly.optimizer.step(
+            lr,
+            grad_scale=nominal / num_valid.clamp(min=1.0),
+            updated=zero.flat_updated,
+        )
+    zero.finish_update()
     loss = loss_sum / num_valid.clamp(min=1.0)  # a batch that is masked whole has loss 0
     summary = torch.stack([loss, update.norm, update.found_inf.double(), votes])
     return StepOutcome(HostCopy(summary), update)
@@ -90,14 +95,15 @@ def validation_loss(assembly: Assembly, batches: Sequence[Sequence[MicroBatch]])
     for micro_batches in batches:
         program.begin(micro_batches, nominal_tokens=1, training=False)
         assembly.runtime.run_forward(len(micro_batches))
-        loss_sum, num_valid, _ = _world_sums(assembly, wants_stop=False)
+        loss_sum, num_valid, _ = _start_world_sums(assembly, wants_stop=False)()
         total += torch.stack([loss_sum, num_valid])
     loss_sum, num_valid = total.tolist()
     return float(loss_sum / max(num_valid, 1.0))
 
 
-def _world_sums(assembly: Assembly, wants_stop: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss sum, valid tokens, votes to stop) over the world.
+def _start_world_sums(assembly: Assembly, wants_stop: bool) -> Callable[[], tuple[Tensor, ...]]:
+    """Begin to sum over the world; what it returns waits (on CUDA: the stream does) and gives loss
+    sum, valid tokens, votes to stop.
 
     Every tensor-parallel rank of the last stage holds the same loss; rank 0 of them counts it.
     """
@@ -110,8 +116,15 @@ def _world_sums(assembly: Assembly, wants_stop: bool) -> tuple[Tensor, Tensor, T
             torch.full_like(program.loss_sum, float(wants_stop)),
         ]
     )
+    work: dist.Work | None = None
     if assembly.mesh.world_size > 1:
         with assembly.span("world_sums", op="all_reduce", group="world"):
-            dist.all_reduce(sums)
-    loss_sum, num_valid, votes = sums.unbind()
-    return loss_sum, num_valid, votes
+            work = dist.all_reduce(sums, async_op=True)
+
+    def finish() -> tuple[Tensor, ...]:
+        if work is not None:
+            with assembly.span("world_sums", op="wait"):
+                work.wait()
+        return sums.unbind()
+
+    return finish

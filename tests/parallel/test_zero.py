@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megascale.flux.collectives import Pending, all_gather_into, reduce_scatter_into
-from megascale.parallel import zero as zero_module
+from megascale.ops.main_gradient import add_to_main_gradient
+from megascale.parallel import gathering, reduce_scatter
 from megascale.parallel.buckets import plan_buckets
 from megascale.parallel.groups import Groups, create_groups
 from megascale.parallel.tensor import StoredParameter
@@ -122,8 +123,8 @@ def _late_collectives() -> Iterator[None]:
         return _Late(out, whole, reduce_scatter_into, group)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero_module, "all_gather_into", gather)
-        patch.setattr(zero_module, "reduce_scatter_into", scatter)
+        patch.setattr(gathering, "all_gather_into", gather)
+        patch.setattr(reduce_scatter, "reduce_scatter_into", scatter)
         yield
 
 
@@ -246,7 +247,7 @@ def _waits(rank: int, world_size: int) -> list[str]:
         return Watched(out, part, all_gather_into, group)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero_module, "all_gather_into", gather)
+        patch.setattr(gathering, "all_gather_into", gather)
         chunk = Toy(range(3), last=False)
         zero = engine([chunk], groups, zero_stage=1, bucket_bytes=TINY)
         zero.gather_parameters()
@@ -364,7 +365,8 @@ def _sums(rank: int, world_size: int, mesh: Mesh) -> dict[str, list[float]]:
             zero.start_step()
             zero.backward_started(0, last_micro_batch=True)
             for parameter in stored:
-                parameter.parameter.main_grad.add_(2.0**rank)  # type: ignore[attr-defined]
+                gradient = torch.full(parameter.parameter.shape, 2.0**rank)
+                add_to_main_gradient(parameter.parameter, gradient)
             zero.backward_ended(0)
             zero.finish_gradients()
         for segment in (segment for flat in zero.flats() for segment in flat.segments):

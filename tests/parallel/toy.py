@@ -96,8 +96,9 @@ def engine(
     bucket_bytes: float,
     dtype: torch.dtype = torch.float64,
     span: Span = no_span,
+    **options: bool,
 ) -> ShardedDataParallel:
-    """The data parallel over `chunks`, which it fills, and watches."""
+    """The data parallel over `chunks`, which it fills, and watches; `options` are its own."""
     main_dtype = torch.promote_types(dtype, torch.float32)
     tp = TensorParallel(None, 0, 1)
     sharded = [
@@ -122,6 +123,7 @@ def engine(
         dtype=dtype,
         main_dtype=main_dtype,
         span=span,
+        **options,
     )
     fill(chunks)
     for bucket in buckets:

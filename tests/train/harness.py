@@ -93,10 +93,10 @@ def train_tiny(
     gradients: list[RankPiece] = []
     step_update = assembly.optimizer.step
 
-    def capture(lr: float, grad_scale: Any = 1.0) -> Any:
+    def capture(lr: float, grad_scale: Any = 1.0, **options: Any) -> Any:
         if not gradients:
             gradients.extend(_gradients(assembly, grad_scale))
-        return step_update(lr, grad_scale)
+        return step_update(lr, grad_scale, **options)
 
     assembly.optimizer.step = capture  # type: ignore[method-assign,assignment]
     losses, norms, hashes, tied_hashes = [], [], [], []

@@ -55,14 +55,14 @@ class Poison:
         rank._runs_ahead = self.runs_ahead
         optimizer, update, calls = rank.assembly.optimizer, rank.assembly.optimizer.step, 0
 
-        def step(lr: float, grad_scale: float | Tensor = 1.0) -> Any:
+        def step(lr: float, grad_scale: float | Tensor = 1.0, **options: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls in self.calls or rank.progress.step + 1 in self.steps:
                 for segment in (s for flat in optimizer.flats for s in flat.segments):
                     if segment.name in self.names:
                         segment.grad[:1] = float("nan")
-            return update(lr, grad_scale)
+            return update(lr, grad_scale, **options)
 
         optimizer.step = step  # type: ignore[method-assign,assignment]
 
