@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 FAST := not full and not slow and not gpu and not multi_gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev train test test-all lint check format bench wheels docs hooks clean
+.PHONY: help env env-dev train test test-all lint check format bench wheels peers-wheels docs hooks clean
 
 help: ## list these commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1|\2/p' $(MAKEFILE_LIST) \
@@ -80,9 +80,12 @@ bench: ## measure the rows of benchmarks/results/ that this machine allows
 wheels: ## fetch the wheels that an offline GPU machine (Python 3.12) lacks into wheels/
 	PYTHON=$(PYTHON) bash tools/wheels.sh
 
+peers-wheels: ## fetch Megatron-Core and TorchTitan for an offline GPU machine into .peers/
+	PYTHON=$(PYTHON) bash benchmarks/peers/wheels.sh
+
 hooks: ## run `make check` before each commit
 	bash tools/install-hooks.sh
 
 clean: ## remove the environment, caches and fetched wheels (not runs/)
-	rm -rf $(VENV) wheels build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) wheels .peers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
