@@ -45,8 +45,8 @@ def takes_kernels(mode: OperatorMode, *tensors: Tensor | None) -> bool:
 
 
 def runs_kernels(tensor: Tensor) -> bool:
-    """Whether kernels exist for such a tensor."""
-    return tensor.is_cuda and tensor.dtype in KERNEL_DTYPES
+    """Whether kernels exist for such a tensor; an empty one (a rank without rows) has no grid."""
+    return tensor.is_cuda and tensor.numel() > 0 and tensor.dtype in KERNEL_DTYPES
 
 
 @functools.cache

@@ -62,6 +62,16 @@ def tiles_of(rows: int, columns: int, num_sms: int) -> Tiles:
 
 
 MOST_PAIRS = 4
+_ENOUGH_ROWS = 8192
+
+
+def pays(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Whether the kernel is faster than cuBLAS's accumulating GEMM (docs/log.md).
+
+    With one pair of 2048 or 4096 rows both are bound by the fp32 gradient's bytes, and change
+    places with the shape; over more rows the kernel has enough to multiply in the meantime.
+    """
+    return len(pairs) > 1 or pairs[0][1].shape[0] >= _ENOUGH_ROWS
 
 
 def can_launch(main_grad_OI: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
