@@ -23,6 +23,7 @@ FACTORS: dict[str, list[Any]] = {
     "pp": [1, 2, 4],
     "vp": [1, 2],
     "zero": [1, 2],
+    "overlap": [True, False],
     "mbs": [1, 2],
     "transfers": ["decoupled", "coupled"],
     "halves": [False, True],
@@ -62,6 +63,7 @@ ALL_THREE = {
     "pp": 2,
     "vp": 2,
     "zero": 2,
+    "overlap": True,
     "mbs": 1,
     "transfers": "decoupled",
     "halves": True,
@@ -117,6 +119,8 @@ def test_gradients_equal_one_process(case: Case) -> None:
     execution = [
         f"parallelism.pipeline_transfers={case['transfers']}",
         f"parallelism.join_weight_gradients={case['joined']}",
+        f"parallelism.overlap_grad_reduce={str(case['overlap']).lower()}",
+        f"parallelism.overlap_param_gather={str(case['overlap']).lower()}",
         f"training.micro_batch_size={case['mbs']}",
     ]
     if case["halves"]:
