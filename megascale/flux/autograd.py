@@ -36,7 +36,7 @@ from torch import Tensor
 
 from megascale.errors import FluxError
 from megascale.flux.operators import AllGatherGemm, GemmAllReduce, GemmReduceScatter
-from megascale.ops.deferred import Late, defer_product, is_deferring
+from megascale.ops.deferred import Late, defer_product, gathers_later, kept
 from megascale.ops.linear import accumulate_bias_gradient, accumulate_weight_gradient
 from megascale.ops.mode import OperatorMode
 
@@ -99,7 +99,7 @@ class _Column(torch.autograd.Function):
         ops: TensorOps = ctx.ops
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_x = grad_weight = grad_bias = None
-        if needs_weight and is_deferring():
+        if needs_weight and gathers_later():
             late = _gathered_later(ops, x_tI, ctx.num_rows)
             needs_weight = not defer_product(ctx.weight, grad_To, late)
         with ops.span("tp_column_backward", group="tensor"):
@@ -108,7 +108,7 @@ class _Column(torch.autograd.Function):
             if needs_x:  # the reference's transfer: under the weight gradient's
                 reduced = ops.gemm_reduce_scatter.start(grad_To, ctx.weight, weight_layout="KN")
             if needs_weight:
-                grad_weight = accumulate_weight_gradient(ctx.weight, grad_To, gathered())
+                grad_weight = accumulate_weight_gradient(ctx.weight, grad_To, kept(gathered()))
             if needs_bias:
                 grad_bias = accumulate_bias_gradient(ctx.bias, grad_To, ops.operators)
             if needs_x:
@@ -173,13 +173,14 @@ def _row_backward(
     with ops.span("tp_row_backward", group="tensor"):
         if any(needs[: 2 * len(terms)]):
             weights = [weight for _, weight in terms]
-            late = _gathered_later(ops, grad_tO, num_rows)
             grads_x, grad_TO = ops.all_gather_gemm(
                 grad_tO, weights, weight_layout="KN", num_rows=num_rows, return_gathered=True
             )
+            later = gathers_later()
+            operand = _gathered_later(ops, grad_tO, num_rows) if later else kept(grad_TO)
             for i, (x_Ti, weight) in enumerate(terms):
                 grads[2 * i] = grads_x[i] if needs[2 * i] else None
-                if needs[2 * i + 1] and not defer_product(weight, late, x_Ti):
+                if needs[2 * i + 1] and not defer_product(weight, operand, x_Ti):
                     grads[2 * i + 1] = accumulate_weight_gradient(weight, grad_TO, x_Ti)
         if needs[2 * len(terms)]:
             grads[-1] = accumulate_bias_gradient(ctx.bias, grad_tO, ops.operators)

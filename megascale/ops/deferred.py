@@ -70,10 +70,14 @@ class _Unit:
 
 
 class DeferredWork:
-    """What one backward pass put off, unit by unit."""
+    """What one backward pass put off, unit by unit.
 
-    def __init__(self) -> None:
+    keeps_gathered  operands that backward has gathered are copied and kept, not gathered again
+    """
+
+    def __init__(self, *, keeps_gathered: bool = False) -> None:
         self.units = [_Unit()]
+        self.keeps_gathered = keeps_gathered
 
     @property
     def num_products(self) -> int:
@@ -97,6 +101,16 @@ def deferring(work: DeferredWork) -> Iterator[None]:
 
 def is_deferring() -> bool:
     return _open is not None
+
+
+def gathers_later() -> bool:
+    """Whether what a deferred product needs gathered is to be a `Late`."""
+    return _open is not None and not _open.keeps_gathered
+
+
+def kept(gathered: Tensor) -> Tensor:
+    """A gathered operand, in memory that lasts as long as the product it is for."""
+    return gathered if _open is None else gathered.clone()
 
 
 def defer_product(weight: Tensor, grad_y_TO: Operand, x_TI: Operand) -> bool:

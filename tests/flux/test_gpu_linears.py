@@ -16,6 +16,8 @@ from megascale.flux import AllGatherGemm, GemmAllReduce, GemmReduceScatter
 from megascale.flux.autograd import TensorOps, column_parallel_linear, row_parallel_linear
 from megascale.flux.tiles import shard_rows
 from megascale.flux.values import mismatch
+from megascale.ops.deferred import DeferredWork, deferring, run
+from megascale.ops.joined import accumulate_joined
 from tests.distributed import run_ranks
 from tests.flux.gpu_cases import settle
 
@@ -73,6 +75,15 @@ class _Mlp:
         assert all(isinstance(t, Tensor) for t in found)
         return [t for t in found if t is not None]
 
+    def backward(self, rank: int, ops: TensorOps, weights: list[Tensor]) -> None:
+        """Gradients of these weights (up a, up b, down) by the operators."""
+        first, end = shard_rows(self.m, self.world_size, rank)
+        x = self.x[first:end].clone().requires_grad_()
+        a, b, down = weights
+        h = column_parallel_linear(x, a, self.up_bias[rank], ops, num_rows=self.m)
+        h = h * column_parallel_linear(x, b, None, ops, num_rows=self.m)
+        row_parallel_linear(h, down, self.down_bias, ops).backward(self.grad[first:end])
+
     def cut(self, rank: int, ops: TensorOps) -> list[Tensor]:
         """The same by the operators."""
         first, end = shard_rows(self.m, self.world_size, rank)
@@ -126,6 +137,41 @@ def _far(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
 @pytest.mark.timeout(240)
 def test_gradients_are_those_of_the_whole_layers() -> None:
     found = run_ranks(_gradients, torch.cuda.device_count(), cuda=True, timeout_s=230)
+    assert [line for lines in found for line in lines] == []
+
+
+def _deferred(rank: int, world_size: int) -> list[str]:
+    """Weight gradients of three micro-batches, put off and joined: the sums of those at once."""
+    failures = []
+    ops = TensorOps.of(_world(), mode="auto")
+    batches = [_Mlp(1024, world_size, torch.bfloat16, 60_000) for _ in range(3)]
+    for number, mlp in enumerate(batches):  # of the same weights
+        mlp.x = _drawn(70_000 + number, mlp.m, INPUTS, dtype=torch.bfloat16)
+    at_once = [mlp.cut(rank, ops) for mlp in batches]
+    wanted = [torch.stack([found[i].float() for found in at_once]).sum(0) for i in (2, 3, 4)]
+    for keeps in (False, True):
+        weights = [w.clone() for w in (*batches[0].up[rank], batches[0].down[rank])]
+        for weight in weights:
+            weight.requires_grad_()
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
+        works = []
+        for mlp in batches:
+            works.append(DeferredWork(keeps_gathered=keeps))
+            with deferring(works[-1]):
+                mlp.backward(rank, ops, weights)
+        run(works, accumulate_joined)
+        for name, weight, total in zip(NAMES[2:], weights, wanted, strict=False):
+            found = weight.main_grad  # type: ignore[attr-defined]
+            if not bool((found - total).norm() <= 1e-2 * total.norm()):
+                failures.append(f"rank {rank}, keeps {keeps}, {name}")
+    settle()
+    return failures
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.timeout(120)
+def test_deferred_weight_gradients_are_those_at_once() -> None:
+    found = run_ranks(_deferred, torch.cuda.device_count(), cuda=True, timeout_s=110)
     assert [line for lines in found for line in lines] == []
 
 

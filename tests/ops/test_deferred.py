@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.ops.deferred import DeferredWork, Late, defer_product, deferring, is_deferring, run
+from megascale.ops.deferred import (
+    DeferredWork,
+    Late,
+    defer_product,
+    deferring,
+    gathers_later,
+    is_deferring,
+    kept,
+    run,
+)
 from megascale.ops.embedding import embedding
 from megascale.ops.joined import accumulate_joined
 from megascale.ops.linear import linear
@@ -150,3 +159,16 @@ def test_one_piece_of_work_at_a_time_also_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), deferring(DeferredWork()):
         raise ZeroDivisionError
     assert not is_deferring()
+
+
+def test_a_gathered_operand_is_gathered_again_or_copied_as_the_work_says() -> None:
+    gathered = torch.ones(2)
+    assert kept(gathered) is gathered
+    assert not gathers_later()
+    with deferring(DeferredWork()):
+        assert gathers_later()
+    with deferring(DeferredWork(keeps_gathered=True)):
+        assert not gathers_later()
+        copy = kept(gathered)
+    gathered.zero_()  # the next call but one
+    assert copy.tolist() == [1, 1]
