@@ -73,7 +73,12 @@ def train_step(
     zero.start_step()
     assembly.runtime.run(len(micro_batches))
     sums = _start_world_sums(assembly, wants_stop)
-    zero.finish_gradients(assembly.optimizer.gradient_is_final)
+
+    def final(flat: int) -> None:
+        with assembly.span("optimizer", op="norm"):  # it runs while others are being reduced
+            assembly.optimizer.gradient_is_final(flat)
+
+    zero.finish_gradients(final)
     loss_sum, num_valid, votes = sums()
     with assembly.span("optimizer"):
         update = assembly.optimizer.step(
