@@ -73,6 +73,7 @@ PHASES = (
     "done",
     "backward_input",
     "backward_weight",
+    "head",
 )
 
 # Classes of work on a device, which the waterfall of a step tells apart (`Span.work`).

@@ -54,6 +54,18 @@ class Mesh:
             return []
         return [[ranks[0], ranks[-1]] for ranks in self.groups("pipeline")]
 
+    def vocabulary_groups(self) -> list[list[int]]:
+        """Ranks that hold the parts of a head shared over stages, a group a data rank; in order of
+        stages, then of tensor ranks."""
+        return [
+            [
+                self.global_rank(tp_rank=tp_rank, dp_rank=dp_rank, pp_rank=pp_rank)
+                for pp_rank in range(self.pipeline)
+                for tp_rank in range(self.tensor)
+            ]
+            for dp_rank in range(self.data)
+        ]
+
     def edges(self) -> Iterator[tuple[int, int]]:
         """Directed (source, destination) neighbours of the pipeline ring, in one global order.
 

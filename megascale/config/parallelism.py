@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 
 from megascale.config.base import Section
 
-
 _ONE_CHUNK_A_STAGE = ("1f1b", "gpipe", "zb_h1")
+_MOST_STAGES_OF_A_HEAD = 4  # plan/schedules/shared_head.py
 _IN_GROUPS_OF_STAGES = ("interleaved_1f1b", "interleaved_zb")
 
 
@@ -38,6 +38,11 @@ class ParallelismConfig(Section):
         ge=1,
         description="micro-batches whose weight gradients are one GEMM: fewer passes over the fp32 "
         "gradients, for the operands of so many micro-batches a chunk kept",
+    )
+    share_head: bool = Field(
+        False,
+        description="the output head's vocabulary is split over stages too, so that the last one "
+        "has no more work than the others (2411.05288); interleaved schedules",
     )
     flux: Literal["auto", "fused", "chunked", "reference"] = Field(
         "auto",
@@ -86,7 +91,35 @@ class ParallelismConfig(Section):
                 f"got virtual_pipeline_size {self.virtual_pipeline_size}; "
                 "use 'interleaved_1f1b', 'interleaved_zb' or 'auto'"
             )
+        self._check_shared_head()
         return self
+
+    def _check_shared_head(self) -> None:
+        if not self.share_head:
+            return
+        if self.pipeline_parallel_size == 1:
+            raise ValueError(
+                "parallelism.share_head is true without a pipeline, whose stages would share it; "
+                "set parallelism.pipeline_parallel_size above 1, or share_head to false"
+            )
+        if self.pipeline_parallel_size > _MOST_STAGES_OF_A_HEAD:
+            raise ValueError(
+                f"parallelism.share_head is true with {self.pipeline_parallel_size} stages; up to "
+                f"{_MOST_STAGES_OF_A_HEAD} can share it, more would block each other; set "
+                "share_head to false"
+            )
+        if self.pipeline_transfers == "coupled":
+            raise ValueError(
+                "parallelism.share_head is true with coupled transfers, which would wait for a "
+                "stage that waits for the head; set parallelism.pipeline_transfers to 'decoupled'"
+            )
+        if not self.needs_whole_groups or self.virtual_pipeline_size == 1:
+            raise ValueError(
+                f"parallelism.share_head needs an interleaved schedule, got {self.schedule!r} with "
+                f"virtual_pipeline_size {self.virtual_pipeline_size}: with one chunk a stage the "
+                "stages would wait for each other; set virtual_pipeline_size to 2 or more, or "
+                "share_head to false"
+            )
 
     @property
     def schedule(self) -> str:

@@ -152,6 +152,11 @@ class RunConfig(Section):
             )
 
     def _check_pipeline(self) -> None:
+        if self.parallelism.share_head and self.model.tie_embeddings:
+            raise ValueError(
+                "parallelism.share_head is true with model.tie_embeddings: the first stage would "
+                "hold the embedding whole and the head in part; set one of them to false"
+            )
         chunks = self.parallelism.num_chunks
         if self.model.num_layers < chunks:
             raise ValueError(

@@ -49,6 +49,7 @@ class Embedding(nn.Module):
 class TransformerChunk(nn.Module):
     """Layers `layers` of the model, with the embedding and the head where asked.
 
+    norm           the final norm without the head, which is an `OutputHead` elsewhere
     num_positions  rows of learned positions (`model.max_seq_len`, else the sequence length)
     forward(x, ctx, cache)  x is tokens_T (int64) with `embed`, else hidden states x_tD; returns
                             hidden states, or logits_TV in the model's dtype with `head`
@@ -61,6 +62,7 @@ class TransformerChunk(nn.Module):
         *,
         embed: bool,
         head: bool,
+        norm: bool = False,
         num_positions: int,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
@@ -74,9 +76,10 @@ class TransformerChunk(nn.Module):
         self.final_norm: Norm | None = None
         self.head: FusedLinear | None = None
         self.before_unit: Callable[[str, Tensor], Tensor] = lambda _name, x: x
-        if head:
-            hidden = cfg.hidden_size
+        hidden = cfg.hidden_size
+        if head or norm:
             self.final_norm = Norm("final_norm", cfg.norm, hidden, cfg.norm_eps, device, dtype)
+        if head:
             shared = cfg.tie_embeddings and self.embed is not None
             blocks = (("embed.tokens" if cfg.tie_embeddings else "head", cfg.vocab),)
             head_device = torch.device("meta") if shared else device
@@ -92,8 +95,9 @@ class TransformerChunk(nn.Module):
         for number, layer in self.layers.items():
             x = self.before_unit(f"layers.{number}", x)
             x = checkpointed(layer, x, ctx, cache) if full_recompute else layer(x, ctx, cache)
-        if self.final_norm is not None and self.head is not None:
-            x = self.head(self.final_norm(self.before_unit("head", x)))
+        if self.final_norm is not None:
+            x = self.final_norm(self.before_unit("head", x))
+            x = x if self.head is None else self.head(x)
         if cache is not None:
             cache.advance(ctx.seq_len)
         return x
@@ -105,7 +109,7 @@ class TransformerChunk(nn.Module):
         """
         units = [("embed", ["embed"])] if self.embed is not None else []
         units += [(f"layers.{number}", [f"layers.{number}"]) for number in self.layers]
-        if self.head is not None:
+        if self.final_norm is not None:
             units.append(("head", ["final_norm", "head"]))
         return units
 

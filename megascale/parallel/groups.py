@@ -1,9 +1,9 @@
 """Process groups of a mesh (MegaScale 3.5).
 
-Groups are created in one global order (tensor, data, pipeline, embedding) and each rank creates
-only the groups that it belongs to, with no barrier over all ranks a group: the cost grows with the
-degree of the axes, not with the number of groups in the cluster. An axis of degree 1 has no group
-(None) and no communication. The time of each creation is kept.
+Groups are created in one global order (tensor, data, pipeline, embedding, head, vocabulary) and
+each rank creates only the groups that it belongs to, with no barrier over all ranks a group: the
+cost grows with the degree of the axes, not with the number of groups in the cluster. An axis of
+degree 1 has no group (None) and no communication. The time of each creation is kept.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class Groups:
     data: Group = None
     pipeline: Group = None
     embedding: Group = None  # first and last stage, where embeddings are tied
+    head: Group = None  # as `pipeline`, for hidden states and gradients of a shared head
+    vocabulary: Group = None  # all stages and tensor ranks, for its softmax
     creation_s: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -41,7 +43,9 @@ class Groups:
         return self.coordinates.pp_rank == self.mesh.pipeline - 1
 
 
-def create_groups(mesh: Mesh, *, tied_embeddings: bool, timeout_s: float) -> Groups:
+def create_groups(
+    mesh: Mesh, *, tied_embeddings: bool, timeout_s: float, shared_head: bool = False
+) -> Groups:
     """This rank's groups; the default group must be initialised where the world is above 1."""
     global_rank = dist.get_rank() if dist.is_initialized() else 0
     groups = Groups(mesh, mesh.coordinates(global_rank))
@@ -50,6 +54,8 @@ def create_groups(mesh: Mesh, *, tied_embeddings: bool, timeout_s: float) -> Gro
     ]
     if tied_embeddings:
         wanted.append(("embedding", mesh.embedding_groups()))
+    if shared_head:
+        wanted += [("head", mesh.groups("pipeline")), ("vocabulary", mesh.vocabulary_groups())]
     for name, members in wanted:
         own = next((ranks for ranks in members if global_rank in ranks), None)
         if own is None or len(own) == 1:

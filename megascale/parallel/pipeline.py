@@ -17,6 +17,9 @@ further, until K micro-batches of a chunk have theirs waiting (or the chunk's la
 runs them as joined GEMMs; whole backwards then defer theirs too. Data parallelism is told of the
 weights, not of the inputs: a bucket that left before its weight gradients would be wrong.
 
+A shared head (`shared_head.py`) computes forward and backward of the head in one HEAD action, so
+the last chunk ends in hidden states, and its backward starts from their gradient.
+
 Coupled transfers are the baseline of the ablation, which does what Megatron-LM did at the commit
 that MegaScale compares itself with (285068c8): after each batch of transfers the host waits for
 the whole device.
@@ -25,45 +28,24 @@ the whole device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from megascale.ops.deferred import DeferredWork, deferring
 from megascale.ops.deferred import run as run_deferred
 from megascale.ops.joined import accumulate_joined
+from megascale.parallel.chunk_program import ChunkProgram
 from megascale.parallel.spans import Span, no_span
-from megascale.parallel.transfers import Link, Receive, Transfers
+from megascale.parallel.step_store import StepStore
+from megascale.parallel.transfers import Link, Transfers
 from megascale.plan.actions import RECEIVES, SENDS, Action, ActionKind, Channel, PipelineShape
 from megascale.plan.schedules import build_stage
 
-Key = tuple[int, int]
-"""(chunk, micro-batch)."""
-
 OnBackward = Callable[[int, int, bool], None]
 """`f(chunk, micro_batch, last)`; `last`: the chunk's last weight gradients of the step."""
-
-
-class ChunkProgram(Protocol):
-    """Computes the chunks of one stage."""
-
-    @property
-    def hidden_shape(self) -> tuple[int, ...]:
-        """Local shape of the hidden states between chunks, the same for every micro-batch."""
-
-    @property
-    def hidden_dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def forward(self, chunk: int, micro_batch: int, x: Tensor | None) -> Tensor:
-        """Hidden states after `chunk`; of the last chunk of all: the scalar loss.
-
-        x  hidden states from the chunk before; None for chunk 0, which reads its own tokens
-        """
 
 
 def wait_for_device(device: torch.device) -> None:
@@ -80,6 +62,7 @@ class PipelineRuntime:
     """Runs steps of one stage.
 
     links                  from `create_links`; empty for one stage
+    shared_head            the program is a `HeadProgram`; its schedule has HEAD actions
     join_weight_gradients  micro-batches whose weight gradients are computed together
     on_backward_start      before each chunk's weight gradients: its backward, or what it deferred
     on_backward_done       after them: the place where data parallelism starts its reduce-scatter
@@ -97,6 +80,7 @@ class PipelineRuntime:
         transfers: str = "decoupled",
         links: dict[Channel, Link] | None = None,
         join_weight_gradients: int = 1,
+        shared_head: bool = False,
         on_backward_start: OnBackward = _ignore,
         on_backward_done: OnBackward = _ignore,
         span: Span = no_span,
@@ -107,6 +91,7 @@ class PipelineRuntime:
         self._on_backward_start, self._on_backward_done = on_backward_start, on_backward_done
         assert join_weight_gradients >= 1, join_weight_gradients
         self._joined = join_weight_gradients
+        self._shared_head = shared_head
         self._span = span
         self._transfers = Transfers(
             links or {},
@@ -131,17 +116,22 @@ class PipelineRuntime:
         key = schedule, micro_batches
         if key not in self._actions:
             self._actions[key] = build_stage(
-                schedule, shape, self._stage, transfers=self._transfer_mode
+                schedule,
+                shape,
+                self._stage,
+                transfers=self._transfer_mode,
+                shared_head=self._shared_head,
             )
-        step = _Step(shape)
+        step = StepStore(shape)
         for action in self._actions[key]:
             self._execute(step, action)
         with self._span("pp_finish"):
             self._transfers.finish()
+            step.wait_for_head()
         step.assert_empty()
         return [step.losses[m] for m in sorted(step.losses)]
 
-    def _execute(self, step: _Step, action: Action) -> None:
+    def _execute(self, step: StepStore, action: Action) -> None:
         chunk, m = action.chunk, action.micro_batch
         if action.kind is ActionKind.FORWARD:
             self._forward(step, chunk, m)
@@ -151,6 +141,8 @@ class PipelineRuntime:
             self._input_gradient(step, chunk, m, "backward_input")
         elif action.kind is ActionKind.BACKWARD_WEIGHT:
             self._weight_gradients(step, chunk, m)
+        elif action.kind is ActionKind.HEAD:
+            self._head(step, chunk, m)
         elif action.kind is ActionKind.WAIT:
             self._wait_for_all(step)
         elif action.kind in SENDS:
@@ -173,7 +165,7 @@ class PipelineRuntime:
             "stream": "pipeline",
         }
 
-    def _forward(self, step: _Step, chunk: int, m: int) -> None:
+    def _forward(self, step: StepStore, chunk: int, m: int) -> None:
         x = None
         if chunk > 0:
             x = self._received(step, ActionKind.RECV_ACTIVATION, chunk, m)
@@ -182,13 +174,16 @@ class PipelineRuntime:
             y = self._program.forward(chunk, m, x)
         if torch.is_grad_enabled():
             step.inputs[chunk, m] = x
-            step.roots[chunk, m] = y if chunk == step.last_chunk else get_gradient_edge(y)
-        if chunk == step.last_chunk:
+            is_loss = chunk == step.last_chunk and not self._shared_head
+            step.roots[chunk, m] = y if is_loss else get_gradient_edge(y)
+        if chunk == step.last_chunk and self._shared_head:
+            step.head_inputs[m] = y.detach()
+        elif chunk == step.last_chunk:
             step.losses[m] = y.detach()
         else:
             step.to_send[ActionKind.SEND_ACTIVATION, chunk, m] = y.detach()
 
-    def _backward(self, step: _Step, chunk: int, m: int) -> None:
+    def _backward(self, step: StepStore, chunk: int, m: int) -> None:
         if self._joined > 1:
             self._input_gradient(step, chunk, m, "backward")
             self._weight_gradients(step, chunk, m)
@@ -201,15 +196,15 @@ class PipelineRuntime:
         self._on_backward_done(chunk, m, last)
         self._keep_to_send(step, chunk, m)
 
-    def _input_gradient(self, step: _Step, chunk: int, m: int, span: str) -> None:
+    def _input_gradient(self, step: StepStore, chunk: int, m: int, span: str) -> None:
         """Backward without the weights' gradients, which are deferred."""
         gradient = self._output_gradient(step, chunk, m)
-        work = step.deferred[chunk, m] = DeferredWork()
+        work = step.deferred[chunk, m] = DeferredWork(keeps_gathered=self._joined > 1)
         with self._span(span, chunk=chunk, micro_batch=m), deferring(work):
             torch.autograd.backward(step.roots.pop((chunk, m)), gradient)
         self._keep_to_send(step, chunk, m)
 
-    def _weight_gradients(self, step: _Step, chunk: int, m: int) -> None:
+    def _weight_gradients(self, step: StepStore, chunk: int, m: int) -> None:
         """What this micro-batch deferred, once enough others wait with it."""
         waiting = step.waiting[chunk]
         waiting.append(step.deferred.pop((chunk, m)))
@@ -223,52 +218,49 @@ class PipelineRuntime:
         waiting.clear()
         self._on_backward_done(chunk, m, last)
 
-    def _output_gradient(self, step: _Step, chunk: int, m: int) -> Tensor | None:
-        """The gradient of a chunk's output; None for the last chunk, whose output is the loss."""
-        if chunk == step.last_chunk:
+    def _head(self, step: StepStore, chunk: int, m: int) -> None:
+        """Forward and backward of the own rows; their weight gradients under the sum of the hidden
+        states' gradient."""
+        step.wait_for_head()
+        program = self._program
+        work = DeferredWork()
+        with self._span("head", chunk=chunk, micro_batch=m), deferring(work):
+            loss, gradient = program.head(m, step.head_inputs.pop(m, None))  # type: ignore[attr-defined]
+        if self._stage == self._stages - 1:
+            step.losses[m] = loss.detach()
+        if gradient is None:
+            return
+        step.deferred[chunk, m] = work
+        self._weight_gradients(step, chunk, m)
+        if self._stage == self._stages - 1:
+            step.head_gradients[m] = gradient
+        else:
+            step.head_pending.append(gradient)
+
+    def _output_gradient(self, step: StepStore, chunk: int, m: int) -> Tensor | None:
+        """The gradient of a chunk's output; None for the last chunk, if its output is the loss."""
+        if chunk == step.last_chunk and not self._shared_head:
             return None
+        if chunk == step.last_chunk:
+            with self._span("pp_wait", op="head", chunk=chunk, micro_batch=m):
+                return step.head_gradients.pop(m).wait()
         return self._received(step, ActionKind.RECV_GRADIENT, chunk, m)
 
-    def _keep_to_send(self, step: _Step, chunk: int, m: int) -> None:
+    def _keep_to_send(self, step: StepStore, chunk: int, m: int) -> None:
         """The gradient of a chunk's input, for the send that follows."""
         x = step.inputs.pop((chunk, m))
         if x is not None:
             assert x.grad is not None, f"chunk {chunk} did not use its input"
             step.to_send[ActionKind.SEND_GRADIENT, chunk, m] = x.grad
 
-    def _received(self, step: _Step, kind: ActionKind, chunk: int, m: int) -> Tensor:
+    def _received(self, step: StepStore, kind: ActionKind, chunk: int, m: int) -> Tensor:
         receive = step.receives.pop((kind, chunk, m))
         with self._span("pp_wait", op=kind.value, chunk=chunk, micro_batch=m):
             return receive.wait()
 
-    def _wait_for_all(self, step: _Step) -> None:
+    def _wait_for_all(self, step: StepStore) -> None:
         with self._span("pp_wait", op="all"):
             for receive in step.receives.values():
                 receive.wait()
             self._transfers.finish()
             wait_for_device(self._program.device)
-
-
-class _Step:
-    """What is alive within one step."""
-
-    def __init__(self, shape: PipelineShape) -> None:
-        self.last_chunk = shape.last_chunk
-        self.losses: dict[int, Tensor] = {}
-        self.inputs: dict[Key, Tensor | None] = {}
-        self.roots: dict[Key, Tensor | GradientEdge] = {}
-        self.receives: dict[tuple[ActionKind, int, int], Receive] = {}
-        self.to_send: dict[tuple[ActionKind, int, int], Tensor] = {}
-        self.deferred: dict[Key, DeferredWork] = {}
-        self.waiting: dict[int, list[DeferredWork]] = {c: [] for c in range(shape.num_chunks)}
-        self._backwards_left = dict.fromkeys(range(shape.num_chunks), shape.micro_batches)
-
-    def counts_last_backward(self, chunk: int) -> bool:
-        """Count a backward of `chunk`; whether it is the last of the step."""
-        self._backwards_left[chunk] -= 1
-        return self._backwards_left[chunk] == 0
-
-    def assert_empty(self) -> None:
-        left = [*self.inputs, *self.roots, *self.receives, *self.to_send, *self.deferred]
-        left += [chunk for chunk, waiting in self.waiting.items() if waiting]
-        assert not left, f"left over after the step: {left}"

@@ -9,7 +9,11 @@ A zero-bubble schedule (2401.10241) cuts BACKWARD in two: BACKWARD_INPUT makes t
 stage before waits for, BACKWARD_WEIGHT the gradients of the weights, which nobody waits for before
 the end of the step. A schedule has whole backwards or halves, never both.
 
-Invariant: `Action.chunk` is always a chunk that the acting stage holds. So SEND_ACTIVATION of chunk
+With a shared head (`parallel/shared_head.py`) every stage has a HEAD action for each micro-batch:
+forward and backward of its rows of the vocabulary. It is a meeting of all stages, as its softmax is
+over the rows of all. Its chunk is `PipelineShape.head_chunk`, a number that no chunk of layers has.
+
+Invariant: `Action.chunk` is always one that the acting stage holds. So SEND_ACTIVATION of chunk
 c carries the output of FORWARD c and meets RECV_ACTIVATION of chunk c + 1, and SEND_GRADIENT of
 chunk c carries the gradient of the input of chunk c and meets RECV_GRADIENT of chunk c - 1.
 """
@@ -27,6 +31,7 @@ class ActionKind(Enum):
     BACKWARD = "B"
     BACKWARD_INPUT = "BI"
     BACKWARD_WEIGHT = "BW"
+    HEAD = "H"
     SEND_ACTIVATION = "SA"
     RECV_ACTIVATION = "RA"
     SEND_GRADIENT = "SG"
@@ -37,7 +42,7 @@ class ActionKind(Enum):
 INPUT_GRADIENTS = frozenset({ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT})
 """Take the gradient of a chunk's output, make that of its input, and free what forward kept."""
 
-COMPUTES = INPUT_GRADIENTS | {ActionKind.FORWARD, ActionKind.BACKWARD_WEIGHT}
+COMPUTES = INPUT_GRADIENTS | {ActionKind.FORWARD, ActionKind.BACKWARD_WEIGHT, ActionKind.HEAD}
 SENDS = frozenset({ActionKind.SEND_ACTIVATION, ActionKind.SEND_GRADIENT})
 RECEIVES = frozenset({ActionKind.RECV_ACTIVATION, ActionKind.RECV_GRADIENT})
 
@@ -104,6 +109,11 @@ class PipelineShape:
     def last_chunk(self) -> int:
         return self.num_chunks - 1
 
+    @property
+    def head_chunk(self) -> int:
+        """The number of a shared head in actions; every stage holds a part of it."""
+        return self.num_chunks
+
     def stage_of(self, chunk: int) -> int:
         return chunk % self.stages
 
@@ -129,6 +139,7 @@ class Schedule:
     receive_buffer_limit: int
     forward_only: bool = False
     splits_backward: bool = False
+    shared_head: bool = False
 
     @property
     def backward_kind(self) -> ActionKind:
@@ -137,7 +148,7 @@ class Schedule:
 
     @property
     def compute_kinds(self) -> tuple[ActionKind, ...]:
-        """What is computed once for each chunk and micro-batch."""
+        """What is computed once for each chunk of layers and micro-batch."""
         if self.forward_only:
             return (ActionKind.FORWARD,)
         if self.splits_backward:

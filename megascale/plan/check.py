@@ -5,7 +5,8 @@
    of a communicator by order alone, so a swap would hand over the wrong tensor in silence.
 3. No deadlock, where a send meets its receive and nothing is buffered: a compute blocks until its
    receive has arrived; a send blocks while SEND_WINDOW sends before it on the channel are unmet;
-   WAIT blocks until every transfer that its stage posted is met.
+   WAIT blocks until every transfer that its stage posted is met; HEAD blocks until every stage is
+   at the same HEAD.
 4. Bounds: activations in flight, deferred weight gradients, receive buffers and communicators of
    each stage.
 """
@@ -68,6 +69,9 @@ def _check_computes(schedule: Schedule, stage: int) -> None:
         for chunk in schedule.shape.chunks_of(stage)
         for m in range(schedule.shape.micro_batches)
     }
+    if schedule.shared_head:
+        head = schedule.shape.head_chunk
+        expected |= {Action(ActionKind.HEAD, head, m) for m in range(schedule.shape.micro_batches)}
     counts = Counter(action for action in schedule.actions[stage] if action.kind in COMPUTES)
     for action, count in counts.items():
         if action not in expected:
@@ -85,7 +89,7 @@ def _check_local_order(schedule: Schedule, stage: int) -> None:
     for action in schedule.actions[stage]:
         if action in seen and action.kind is not ActionKind.WAIT:
             raise _error(schedule, stage, action, "stands twice")
-        for needed in _needs(schedule, action):
+        for needed in _needs(schedule, stage, action):
             if needed not in seen:
                 raise _error(schedule, stage, action, f"needs {needed} before it")
         seen.add(action)
@@ -97,7 +101,13 @@ def _check_local_order(schedule: Schedule, stage: int) -> None:
                 raise _error(schedule, stage, action, f"{send} is missing")
 
 
-def _needs(schedule: Schedule, action: Action) -> list[Action]:
+def _head_of(schedule: Schedule, action: Action) -> list[Action]:
+    """The shared head's action for the micro-batch of `action`."""
+    head = Action(ActionKind.HEAD, schedule.shape.head_chunk, action.micro_batch)
+    return [head] if schedule.shared_head else []
+
+
+def _needs(schedule: Schedule, stage: int, action: Action) -> list[Action]:
     """What must stand before `action` in the list of the same stage."""
     forward = Action(ActionKind.FORWARD, action.chunk, action.micro_batch)
     backward = Action(schedule.backward_kind, action.chunk, action.micro_batch)
@@ -105,9 +115,14 @@ def _needs(schedule: Schedule, action: Action) -> list[Action]:
         case ActionKind.FORWARD:
             return receives_for(schedule.shape, action)
         case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT:
-            return [forward, *receives_for(schedule.shape, action)]
+            head = _head_of(schedule, action) if action.chunk == schedule.shape.last_chunk else []
+            return [forward, *head, *receives_for(schedule.shape, action)]
         case ActionKind.BACKWARD_WEIGHT:
             return [backward]
+        case ActionKind.HEAD:
+            last = schedule.shape.last_chunk
+            makes_input = schedule.shape.stage_of(last) == stage
+            return [Action(ActionKind.FORWARD, last, action.micro_batch)] if makes_input else []
         case ActionKind.SEND_ACTIVATION:
             return [forward]
         case ActionKind.SEND_GRADIENT:
@@ -167,6 +182,7 @@ class _Simulation:
         self.received: Counter[Channel] = Counter()
         self.order: dict[tuple[int, Action], int] = {}  # a receive's number on its channel
         self.channels: list[set[Channel]] = [set() for _ in self.position]
+        self.at_head: dict[int, set[int]] = defaultdict(set)  # stages, by micro-batch
 
     def advance(self, stage: int) -> bool:
         """Run `stage` until it blocks or ends; whether it moved."""
@@ -180,6 +196,9 @@ class _Simulation:
         return self.position[stage] > start
 
     def _ready(self, stage: int, action: Action) -> bool:
+        if action.kind is ActionKind.HEAD:
+            self.at_head[action.micro_batch].add(stage)
+            return len(self.at_head[action.micro_batch]) == self.schedule.shape.stages
         if action.kind in COMPUTES:
             feeds = receives_for(self.schedule.shape, action)
             return all(self.order[stage, r] < self.sent[r.channel(stage)] for r in feeds)

@@ -125,6 +125,7 @@ def describe(config: RunConfig, world_size: int) -> Description:
         chunks_per_stage=par.virtual_pipeline_size,
         micro_batches=count,
         transfers=par.pipeline_transfers,
+        shared_head=par.share_head,
     )
     bounds = check_schedule(schedule)
     layers = split_layers(model.num_layers, par.num_chunks)

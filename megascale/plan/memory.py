@@ -23,6 +23,7 @@ from megascale.plan.parameters import LogicalParameter, chunk_parameters
 from megascale.plan.schedules import build_stage
 from megascale.plan.schedules.transfers import PREFETCH_COMPUTES, SEND_WINDOW
 from megascale.plan.stages import split_layers
+from megascale.shards import Placement
 from megascale.topology import Mesh
 
 _DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -46,10 +47,10 @@ class RankMemory:
 
 
 def stage_chunks(config: RunConfig, stage: int) -> list[list[LogicalParameter]]:
-    """The logical parameters of each chunk of a stage."""
+    """The logical parameters of each chunk of a stage; a shared head is one more."""
     par, model = config.parallelism, config.model
     layers = split_layers(model.num_layers, par.num_chunks)
-    return [
+    chunks = [
         chunk_parameters(
             model,
             layers[chunk],
@@ -59,6 +60,11 @@ def stage_chunks(config: RunConfig, stage: int) -> list[list[LogicalParameter]]:
         )
         for chunk in range(stage, par.num_chunks, par.pipeline_parallel_size)
     ]
+    if not par.share_head:
+        return chunks
+    shape = model.vocab, model.hidden_size
+    part = LogicalParameter("head.weight", shape, Placement.VOCAB, par.pipeline_parallel_size)
+    return [*([p for p in chunk if p.name != part.name] for chunk in chunks), [part]]
 
 
 def predict_memory(config: RunConfig, mesh: Mesh, stage: int) -> RankMemory:
@@ -69,7 +75,9 @@ def predict_memory(config: RunConfig, mesh: Mesh, stage: int) -> RankMemory:
     tokens = training.micro_batch_size * training.seq_len
     hidden_bytes = dtype_bytes * tokens * model.hidden_size // mesh.tensor
     logits = 0
-    if stage == mesh.pipeline - 1:
+    if config.parallelism.share_head:
+        logits = dtype_bytes * tokens * -(-model.vocab // (mesh.tensor * mesh.pipeline))
+    elif stage == mesh.pipeline - 1:
         logits = dtype_bytes * tokens * -(-model.vocab // mesh.tensor)
     transfer_buffers = 1 + PREFETCH_COMPUTES + 2 * SEND_WINDOW  # activations and gradients out
     return RankMemory(
@@ -126,12 +134,20 @@ def _activation_bytes(config: RunConfig, mesh: Mesh, stage: int) -> int:
     }
     count = config.micro_batches(config.training.global_batch_size, mesh.data)
     shape = PipelineShape(par.pipeline_parallel_size, par.virtual_pipeline_size, count)
+    head = dtype_bytes * (model.hidden_size + model.vocab)  # its input, and the logits' gradient
     deferred_of = {
         chunk: len(layers[chunk]) * deferred_bytes_per_token(model, dtype_bytes)
-        + (dtype_bytes * (model.hidden_size + model.vocab) if chunk == par.num_chunks - 1 else 0)
+        + (head if chunk == par.num_chunks - 1 and not par.share_head else 0)
         for chunk in bytes_of
     }
-    actions = build_stage(par.schedule, shape, stage, transfers=par.pipeline_transfers)
+    deferred_of[shape.head_chunk] = head // par.pipeline_parallel_size
+    actions = build_stage(
+        par.schedule,
+        shape,
+        stage,
+        transfers=par.pipeline_transfers,
+        shared_head=par.share_head,
+    )
     most = _most_alive(actions, bytes_of, deferred_of, par.join_weight_gradients)
     if mode == "full":  # the layer that is being recomputed
         most += layer_bytes_per_token(model, "none", dtype_bytes, seq_len)
@@ -146,9 +162,13 @@ def _most_alive(
     kept      by chunk: from its forward to its backward or the input's half of it
     deferred  by chunk: from there until its weights' half has run, with `joined` of them at a time
     """
+    left: Counter[int] = Counter()
     splits = any(action.kind is ActionKind.BACKWARD_WEIGHT for action in actions)
     weights = ActionKind.BACKWARD_WEIGHT if splits else ActionKind.BACKWARD
-    left = Counter(action.chunk for action in actions if action.kind is weights)
+    defers = {weights} if splits or joined > 1 else set()
+    if joined > 1:
+        defers.add(ActionKind.HEAD)
+    left.update(action.chunk for action in actions if action.kind in defers)
     waiting: Counter[int] = Counter()
     alive = most = 0
     for action in actions:
@@ -157,9 +177,11 @@ def _most_alive(
             alive += kept[chunk]
         if action.kind in INPUT_GRADIENTS:
             alive -= kept[chunk]
-            alive += deferred[chunk] if splits or joined > 1 else 0
+            alive += deferred[chunk] if defers else 0
+        if action.kind is ActionKind.HEAD and action.kind in defers:
+            alive += deferred[chunk]
         most = max(most, alive)
-        if action.kind is weights and (splits or joined > 1):
+        if action.kind in defers:
             waiting[chunk] += 1
             left[chunk] -= 1
             if waiting[chunk] == joined or left[chunk] == 0:

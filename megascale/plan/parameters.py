@@ -20,11 +20,15 @@ from megascale.shards import Placement
 
 @dataclass(frozen=True)
 class LogicalParameter:
-    """One matrix or vector of the model, whole. A ROW linear's bias is REPLICATED by itself."""
+    """One matrix or vector of the model, whole. A ROW linear's bias is REPLICATED by itself.
+
+    num_stages  pipeline stages that share its vocabulary's rows (a shared head)
+    """
 
     name: str
     shape: tuple[int, ...]
     placement: Placement
+    num_stages: int = 1
 
     @property
     def num_elements(self) -> int:
@@ -37,7 +41,7 @@ class LogicalParameter:
                 return self.num_elements
             case Placement.VOCAB:
                 rows, hidden = self.shape
-                return -(-rows // tp) * hidden
+                return -(-rows // (tp * self.num_stages)) * hidden
             case _:
                 assert self.num_elements % tp == 0, (self, tp)
                 return self.num_elements // tp

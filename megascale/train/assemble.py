@@ -20,6 +20,7 @@ from megascale.flux import TensorOps, choose_mode
 from megascale.flux.machine import why_not_fused
 from megascale.model.attention import Attention
 from megascale.model.initialise import init_rules
+from megascale.model.output_head import OutputHead
 from megascale.model.sharding import sharding_table
 from megascale.model.transformer import TransformerChunk
 from megascale.ops.random import fill_normal_
@@ -42,6 +43,8 @@ from megascale.plan.stages import split_layers
 from megascale.shards import Placement
 from megascale.topology import Mesh
 from megascale.train.program import StageProgram
+from megascale.train.shared_head import PARAMETER as HEAD
+from megascale.train.shared_head import own_rows, shared_head
 from megascale.train.state import master_pieces
 
 logger = logging.getLogger(__name__)
@@ -84,7 +87,12 @@ def assemble(
     """Build everything of this rank; parameters hold their initial values, gathered."""
     par, dtype = config.parallelism, DTYPES[config.training.dtype]
     tied_over_stages = config.model.tie_embeddings and mesh.pipeline > 1
-    groups = create_groups(mesh, tied_embeddings=tied_over_stages, timeout_s=config.comm.timeout_s)
+    groups = create_groups(
+        mesh,
+        tied_embeddings=tied_over_stages,
+        shared_head=par.share_head,
+        timeout_s=config.comm.timeout_s,
+    )
     if groups.creation_s:
         times = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in groups.creation_s.items())
         logger.info("process groups created: %s", times)
@@ -97,6 +105,10 @@ def assemble(
     for number in range(place.pp_rank, par.num_chunks, mesh.pipeline):
         chunks[number], stored = _chunk(config, layers, number, tp, dtype, tied_over_stages)
         sharded.append(([name for name, _ in chunks[number].units()], stored))
+    head: OutputHead | None = None
+    if par.share_head:
+        head, stored = own_rows(config, groups, tp, dtype)
+        sharded.append((["head"], stored))
     buckets = plan_buckets(
         sharded,
         bucket_bytes=par.bucket_mb * 1e6,
@@ -116,13 +128,13 @@ def assemble(
         reduce_in_bfloat16=par.grad_reduce_dtype == "bfloat16",
         span=span,
     )
-    _watch_units(chunks, zero)
+    _watch_units([*chunks.values(), *([head] if head else [])], zero)
     initialise_masters(config, zero)
     names = tuple(block.name for _, stored in sharded for s in stored for block in s.blocks)
     optimizer = build_optimizer(
         config.optimizer,
         zero.flats(),
-        _reductions(groups, names, tied_over_stages),
+        _reductions(groups, names, _held_by_stages(config, mesh)),
         kernels=None if config.operators.mode == "fused" else False,
     )
     program = StageProgram(
@@ -132,6 +144,7 @@ def assemble(
         sharded_cross_entropy(config.model.vocab, tp, config.operators.mode),
         device=device,
         main_dtype=main_dtype(dtype),
+        shared_head=shared_head(config, groups, head, tp, device) if head else None,
     )
     runtime = _runtime(config, groups, program, zero, span)
     return Assembly(
@@ -174,7 +187,8 @@ def _chunk(
         model,
         layers[number],
         embed=number == 0,
-        head=last,
+        head=last and not config.parallelism.share_head,
+        norm=last,
         num_positions=config.learned_positions,
         device="meta",
         dtype=dtype,
@@ -196,9 +210,11 @@ def _chunk(
     return chunk, stored
 
 
-def _watch_units(chunks: dict[int, TransformerChunk], zero: ShardedDataParallel) -> None:
+def _watch_units(
+    chunks: Sequence[TransformerChunk | OutputHead], zero: ShardedDataParallel
+) -> None:
     """Let the data parallel see each unit begin in forward and end in backward."""
-    for index, chunk in enumerate(chunks.values()):
+    for index, chunk in enumerate(chunks):
         numbers = {name: number for number, (name, _) in enumerate(chunk.units())}
 
         def before_unit(
@@ -225,10 +241,20 @@ def initialise_masters(config: RunConfig, zero: ShardedDataParallel) -> None:
     zero.gather_parameters()
 
 
-def _reductions(groups: Groups, names: Sequence[str], tied_over_stages: bool) -> Reductions:
+def _held_by_stages(config: RunConfig, mesh: Mesh) -> tuple[str, ...]:
+    """Parameters of which several stages hold something: a copy, or a part that counts by itself.
+    A norm is the sum over stages in both cases."""
+    if config.model.tie_embeddings and mesh.pipeline > 1:
+        return (TIED,)
+    return (HEAD,) if config.parallelism.share_head else ()
+
+
+def _reductions(
+    groups: Groups, names: Sequence[str], held_by_stages: tuple[str, ...]
+) -> Reductions:
     return Reductions(
         names=tuple(dict.fromkeys(names)),
-        tied=(TIED,) if tied_over_stages else (),
+        tied=held_by_stages,
         tp_rank=groups.coordinates.tp_rank,
         sum_over_data=summer(groups.data),
         sum_over_tensor=summer(groups.tensor),
@@ -258,6 +284,8 @@ def _runtime(
         schedule=par.schedule,
         transfers=par.pipeline_transfers,
         links=links,
+        join_weight_gradients=par.join_weight_gradients,
+        shared_head=par.share_head,
         on_backward_start=lambda chunk, _micro_batch, last: zero.backward_started(
             chunk // mesh.pipeline, last_micro_batch=last
         ),

@@ -20,6 +20,7 @@ from megascale.model.context import ForwardContext
 from megascale.model.transformer import TransformerChunk
 from megascale.parallel.cross_entropy import LossFunction
 from megascale.parallel.groups import Groups
+from megascale.parallel.shared_head import SharedHead, SummedGradient
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class StageProgram:
     Losses are summed over tokens and scaled by 1 / (tokens of the nominal global batch), a constant
     of the step: `loss_sum` and `num_valid` collect what the true mean needs. The step divides by
     the true global count of unmasked tokens at the end, in one device scalar.
+
+    shared_head  this rank's part of a head that stages share; the last chunk then ends before it
     """
 
     def __init__(
@@ -49,8 +52,10 @@ class StageProgram:
         *,
         device: torch.device,
         main_dtype: torch.dtype,
+        shared_head: SharedHead | None = None,
     ) -> None:
         self.config = config
+        self.shared_head = shared_head
         self.groups = groups
         self.chunks = chunks
         self.loss = loss
@@ -82,13 +87,29 @@ class StageProgram:
         self.num_valid.zero_()
 
     def forward(self, chunk: int, micro_batch: int, x: Tensor | None) -> Tensor:
-        """Hidden states of `chunk` for a micro-batch; the scaled loss behind the last chunk."""
+        """Hidden states of `chunk` for a micro-batch; the scaled loss behind the last chunk, unless
+        the head is shared."""
         batch = self.batches[micro_batch]
         inputs = batch.tokens_T if x is None else x
         output: Tensor = self.chunks[chunk](inputs, batch.context)
-        if chunk != self.last_chunk:
+        if chunk != self.last_chunk or self.shared_head is not None:
             return output
-        loss_sum = self.loss(output, batch.labels_T, batch.mask_T)
+        return self._scaled(self.loss(output, batch.labels_T, batch.mask_T), batch)
+
+    def head(self, micro_batch: int, x: Tensor | None) -> tuple[Tensor, SummedGradient | None]:
+        """The scaled loss and the gradient of the last chunk's output, which is `x` there."""
+        head, batch = self.shared_head, self.batches[micro_batch]
+        assert head is not None
+        x = head.receive(x, self.hidden_shape, self.hidden_dtype, self.device)
+        x.requires_grad_(torch.is_grad_enabled())
+        loss = self._scaled(head.loss_sum(x, batch.labels_T, batch.mask_T), batch)
+        if not torch.is_grad_enabled():
+            return loss, None
+        loss.backward()
+        assert x.grad is not None
+        return loss, head.sum_gradient(x.grad)
+
+    def _scaled(self, loss_sum: Tensor, batch: DeviceBatch) -> Tensor:
         self.loss_sum += loss_sum.detach()
         self.num_valid += batch.mask_T.sum()
         return loss_sum / self.nominal_tokens

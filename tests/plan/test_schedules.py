@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megascale.plan.actions import INPUT_GRADIENTS, ActionKind, PipelineShape, Schedule
 from megascale.plan.check import check_schedule
 from megascale.plan.schedules import SCHEDULES, TRANSFERS, build_schedule, build_stage
+from megascale.plan.schedules.shared_head import MOST_STAGES
 
 GOLDEN = Path(__file__).parent / "golden"
 SNAPSHOTS = [
@@ -38,12 +39,15 @@ def schedules(draw: st.DrawFn) -> Schedule:
         micro_batches = stages * draw(st.integers(1, 4))
     else:
         micro_batches = draw(st.integers(1 if name == "forward_only" else stages, 3 * stages + 2))
+    can_share = SCHEDULES[name].can_share_head and 1 < stages <= MOST_STAGES
+    shared_head = can_share and draw(st.booleans())
     return build_schedule(
         name,
         stages=stages,
         chunks_per_stage=chunks_per_stage,
         micro_batches=micro_batches,
-        transfers=draw(st.sampled_from(sorted(TRANSFERS))),
+        transfers="decoupled" if shared_head else draw(st.sampled_from(sorted(TRANSFERS))),
+        shared_head=shared_head,
     )
 
 

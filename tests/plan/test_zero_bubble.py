@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +22,7 @@ def pairs(draw: st.DrawFn) -> tuple[Schedule, Schedule]:
     name = draw(st.sampled_from(sorted(BELOW)))
     stages = draw(st.integers(2, 8))
     chunked = name == "interleaved_zb"
-    sizes = {
+    sizes: dict[str, Any] = {
         "stages": stages,
         "chunks_per_stage": draw(st.integers(2, 4)) if chunked else 1,
         "micro_batches": stages * draw(st.integers(2, 5)),
@@ -65,7 +67,7 @@ def test_no_stage_keeps_more_than_the_first_does_below(pair: tuple[Schedule, Sch
 @pytest.mark.parametrize("halves", [(1.3, 0.9), (0.9, 1.1)])
 def test_unequal_halves_gain_too(halves: tuple[float, float]) -> None:
     cost = by_kind(1.0, *halves)
-    sizes = {"stages": 4, "chunks_per_stage": 2, "micro_batches": 16}
+    sizes: dict[str, Any] = {"stages": 4, "chunks_per_stage": 2, "micro_batches": 16}
     split, whole = (
         step_time(build_schedule(name, transfers="decoupled", **sizes), cost)
         for name in ("interleaved_zb", "interleaved_1f1b")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from megascale.plan.actions import Action, PipelineShape, Schedule
 from megascale.plan.schedules import forward_only, gpipe, interleaved, one_f_one_b, zero_bubble
 from megascale.plan.schedules.rounds import Round
+from megascale.plan.schedules.shared_head import MOST_STAGES, with_heads
 from megascale.plan.schedules.transfers import PREFETCH_COMPUTES, coupled, decoupled
 
 
@@ -21,12 +22,14 @@ class ScheduleKind:
     """A generator of rounds and the bounds that it promises.
 
     deferred_limit  most weights' halves that wait at a time; of a schedule that splits backward
+    can_share_head  whether stages keep in step closely enough for a shared head
     """
 
     rounds: Callable[[PipelineShape, int], list[Round]]
     in_flight_limit: Callable[[PipelineShape, int], int]
     forward_only: bool = False
     deferred_limit: Callable[[PipelineShape, int], int] | None = None
+    can_share_head: bool = False
 
     @property
     def splits_backward(self) -> bool:
@@ -36,7 +39,9 @@ class ScheduleKind:
 SCHEDULES: dict[str, ScheduleKind] = {
     "gpipe": ScheduleKind(gpipe.rounds, gpipe.in_flight_limit),
     "1f1b": ScheduleKind(one_f_one_b.rounds, one_f_one_b.in_flight_limit),
-    "interleaved_1f1b": ScheduleKind(interleaved.rounds, interleaved.in_flight_limit),
+    "interleaved_1f1b": ScheduleKind(
+        interleaved.rounds, interleaved.in_flight_limit, can_share_head=True
+    ),
     "zb_h1": ScheduleKind(
         zero_bubble.h1_rounds, one_f_one_b.in_flight_limit, deferred_limit=zero_bubble.limit
     ),
@@ -44,8 +49,11 @@ SCHEDULES: dict[str, ScheduleKind] = {
         zero_bubble.interleaved_rounds,
         interleaved.in_flight_limit,
         deferred_limit=zero_bubble.limit,
+        can_share_head=True,
     ),
-    "forward_only": ScheduleKind(forward_only.rounds, forward_only.in_flight_limit, True),
+    "forward_only": ScheduleKind(
+        forward_only.rounds, forward_only.in_flight_limit, forward_only=True, can_share_head=True
+    ),
 }
 
 TRANSFERS: dict[str, Callable[[PipelineShape, Sequence[Round]], list[Action]]] = {
@@ -55,7 +63,12 @@ TRANSFERS: dict[str, Callable[[PipelineShape, Sequence[Round]], list[Action]]] =
 
 
 def build_stage(
-    name: str, shape: PipelineShape, stage: int, *, transfers: str = "decoupled"
+    name: str,
+    shape: PipelineShape,
+    stage: int,
+    *,
+    transfers: str = "decoupled",
+    shared_head: bool = False,
 ) -> tuple[Action, ...]:
     """The actions of one stage, in order."""
     assert name in SCHEDULES, f"schedule is one of {list(SCHEDULES)}, got {name!r}"
@@ -65,15 +78,33 @@ def build_stage(
     assert kind.forward_only or shape.micro_batches >= shape.stages, (
         f"{shape.micro_batches} micro-batches cannot fill {shape.stages} stages"
     )
-    return tuple(TRANSFERS[transfers](shape, kind.rounds(shape, stage)))
+    rounds = kind.rounds(shape, stage)
+    if shared_head:
+        assert kind.can_share_head, f"{name} has no places for a shared head"
+        assert shape.stages <= MOST_STAGES, f"{shape.stages} stages cannot share a head"
+        assert transfers == "decoupled", (
+            "coupled transfers wait for a stage that waits for the head"
+        )
+        last = kind.rounds(shape, shape.stages - 1)
+        rounds = with_heads(shape, stage, rounds, of_last_stage=last)
+    return tuple(TRANSFERS[transfers](shape, rounds))
 
 
 def build_schedule(
-    name: str, *, stages: int, chunks_per_stage: int, micro_batches: int, transfers: str
+    name: str,
+    *,
+    stages: int,
+    chunks_per_stage: int,
+    micro_batches: int,
+    transfers: str,
+    shared_head: bool = False,
 ) -> Schedule:
     """The actions of every stage, with the bounds that the schedule promises."""
     shape = PipelineShape(stages, chunks_per_stage, micro_batches)
-    actions = tuple(build_stage(name, shape, s, transfers=transfers) for s in range(stages))
+    actions = tuple(
+        build_stage(name, shape, s, transfers=transfers, shared_head=shared_head)
+        for s in range(stages)
+    )
     kind = SCHEDULES[name]
     return Schedule(
         name=name,
@@ -87,4 +118,5 @@ def build_schedule(
         receive_buffer_limit=1 + PREFETCH_COMPUTES,
         forward_only=kind.forward_only,
         splits_backward=kind.splits_backward,
+        shared_head=shared_head,
     )
