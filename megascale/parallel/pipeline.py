@@ -223,7 +223,7 @@ class PipelineRuntime:
         states' gradient."""
         step.wait_for_head()
         program = self._program
-        work = DeferredWork()
+        work = DeferredWork(keeps_gathered=True)  # it runs at once: nothing would hide a gather
         with self._span("head", chunk=chunk, micro_batch=m), deferring(work):
             loss, gradient = program.head(m, step.head_inputs.pop(m, None))  # type: ignore[attr-defined]
         if self._stage == self._stages - 1:

@@ -134,9 +134,10 @@ def _activation_bytes(config: RunConfig, mesh: Mesh, stage: int) -> int:
     }
     count = config.micro_batches(config.training.global_batch_size, mesh.data)
     shape = PipelineShape(par.pipeline_parallel_size, par.virtual_pipeline_size, count)
-    head = dtype_bytes * (model.hidden_size + model.vocab)  # its input, and the logits' gradient
+    copies = mesh.tensor if par.join_weight_gradients > 1 else 1  # joined ones are kept gathered
+    head = dtype_bytes * (copies * model.hidden_size + model.vocab)  # input, gradient of logits
     deferred_of = {
-        chunk: len(layers[chunk]) * deferred_bytes_per_token(model, dtype_bytes)
+        chunk: len(layers[chunk]) * deferred_bytes_per_token(model, dtype_bytes, copies)
         + (head if chunk == par.num_chunks - 1 and not par.share_head else 0)
         for chunk in bytes_of
     }
@@ -189,15 +190,17 @@ def _most_alive(
     return most
 
 
-def deferred_bytes_per_token(model: ModelConfig, dtype_bytes: int) -> int:
+def deferred_bytes_per_token(model: ModelConfig, dtype_bytes: int, copies: int = 1) -> int:
     """Bytes that a deferred layer keeps for one token, before division by TP: inputs and outputs'
-    gradients of its linears, whatever is recomputed. Tensor parallelism keeps the own rows of what
-    it gathers."""
+    gradients of its linears, whatever is recomputed.
+
+    copies  tensor ranks that keep what they gather: 1 where each keeps its own rows, else all
+    """
     hidden, ffn = model.hidden_size, model.ffn_size
     query, key = model.num_heads * model.dim_per_head, model.kv_heads * model.dim_per_head
     num_norms = 2 if model.block == "serial" else 1
-    inputs = num_norms * hidden + query + ffn
-    gradients = query + 2 * key + (2 * ffn if model.gated else ffn) + num_norms * hidden
+    inputs = copies * num_norms * hidden + query + ffn
+    gradients = query + 2 * key + (2 * ffn if model.gated else ffn) + copies * num_norms * hidden
     return dtype_bytes * (inputs + gradients)
 
 

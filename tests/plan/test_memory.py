@@ -120,6 +120,24 @@ def test_halves_keep_the_operands_of_weight_gradients() -> None:
     assert last_pieces == max(2 * kept + 6 * deferred, kept + 7 * deferred, 8 * deferred)
 
 
+def test_joined_weight_gradients_are_kept_gathered() -> None:
+    def activations(**parallelism: Any) -> int:
+        config = _config(
+            model={"preset": "tiny-llama"},
+            parallelism={"tensor_parallel_size": 2, **parallelism},
+            training={"global_batch_size": 8},
+        )
+        return predict_memory(config, Mesh(tensor=2), 0).activation_bytes
+
+    model = ModelConfig(preset="tiny-llama")
+    layers = model.num_layers * deferred_bytes_per_token(model, 4, 2)
+    head = 4 * (2 * model.hidden_size + model.vocab)
+    plain = activations()
+    assert activations(join_weight_gradients=2) == max(
+        plain + (layers + head) * 256 // 2, 2 * (layers + head) * 256 // 2
+    )
+
+
 def test_a_deferred_layer_by_hand() -> None:
     """Llama: in and out of qkv 8 + 16, of o 8 + 8, of gate and up 8 + 24, of fc2 12 + 8."""
     shape: dict[str, Any] = {
@@ -129,6 +147,8 @@ def test_a_deferred_layer_by_hand() -> None:
         "ffn_hidden_size": 12,
     }
     assert deferred_bytes_per_token(ModelConfig(**shape), 2) == 2 * (24 + 16 + 32 + 20)
+    gathered = 4 * 8  # by a second rank: inputs of qkv and of gate and up, gradients of o and fc2
+    assert deferred_bytes_per_token(ModelConfig(**shape), 2, 2) == 2 * (92 + gathered)
     parallel = ModelConfig(**shape, block="parallel")
     assert deferred_bytes_per_token(parallel, 2) == 2 * (8 + 16 + 24 + 8 + 12 + 8)
 

@@ -9,10 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.plan.actions import INPUT_GRADIENTS, ActionKind, PipelineShape, Schedule
+from megascale.plan.actions import (
+    COMPUTES,
+    INPUT_GRADIENTS,
+    RECEIVES,
+    Action,
+    ActionKind,
+    PipelineShape,
+    Schedule,
+)
 from megascale.plan.check import check_schedule
 from megascale.plan.schedules import SCHEDULES, TRANSFERS, build_schedule, build_stage
 from megascale.plan.schedules.shared_head import MOST_STAGES
+from megascale.plan.schedules.transfers import receives_for
 
 GOLDEN = Path(__file__).parent / "golden"
 SNAPSHOTS = [
@@ -128,3 +137,23 @@ def test_coupled_waits_before_each_compute_that_follows_a_transfer() -> None:
     for before, action in pairwise(actions):
         if action.kind is ActionKind.FORWARD or action.kind in INPUT_GRADIENTS:
             assert before.kind is ActionKind.WAIT or before.peer_stage is None
+
+
+@settings(max_examples=80, deadline=None)
+@given(schedules())
+def test_decoupled_transfers_run_beside_a_compute_in_every_phase(schedule: Schedule) -> None:
+    """Warm-up and cool-down too: between a receive and the compute that waits for it stands another
+    one, unless it is the stage's first; and a send is waited for by no compute of its stage."""
+    if schedule.transfers != "decoupled":
+        return
+    for actions in schedule.actions:
+        posted: dict[Action, int] = {}
+        num_computes = 0
+        for action in actions:
+            assert action.kind is not ActionKind.WAIT
+            if action.kind in RECEIVES:
+                posted[action] = num_computes
+            elif action.kind in COMPUTES:
+                for receive in receives_for(schedule.shape, action):
+                    assert posted[receive] < num_computes or num_computes == 0, (receive, action)
+                num_computes += 1
