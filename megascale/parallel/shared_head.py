@@ -86,7 +86,7 @@ class SharedHead:
         else:
             received = hidden_tD.contiguous()
         assert tuple(received.shape) == shape, (received.shape, shape)
-        with self._span("head_input", op="broadcast", group="head"):
+        with self._span("head_input", op="broadcast", group="head", work="pp"):
             dist.broadcast(received, group_src=self._last, group=self._group)
         return received
 
@@ -97,7 +97,7 @@ class SharedHead:
     def sum_gradient(self, gradient_tD: Tensor) -> SummedGradient:
         """Begin to sum what all stages found to the last one; `gradient_tD` is used up."""
         gradient_tD = gradient_tD.contiguous()
-        with self._span("head_gradient", op="reduce", group="head"):
+        with self._span("head_gradient", op="reduce", group="head", work="pp"):
             work = dist.reduce(gradient_tD, group_dst=self._last, group=self._group, async_op=True)
         return SummedGradient(gradient_tD, work)
 

@@ -41,6 +41,7 @@ class Description:
     schedule: str
     transfers: str
     micro_batches: int
+    shared_head: bool
     parameters: dict[str, int]
     stages: list[StageDescription]
 
@@ -63,6 +64,8 @@ class Description:
     def _model_lines(self) -> list[str]:
         shares = ", ".join(f"{name} {format_count(n)}" for name, n in self.parameters.items())
         steps = f"{self.micro_batches} micro-batches a step"
+        if self.shared_head:
+            steps += f", head shared by {self.mesh.pipeline} stages"
         return [
             f"parameters {self.total_parameters:,} ({shares})",
             f"schedule {self.schedule}, {self.transfers} transfers, {steps}",
@@ -92,6 +95,7 @@ class Description:
             "schedule": self.schedule,
             "transfers": self.transfers,
             "micro_batches": self.micro_batches,
+            "shared_head": self.shared_head,
             "parameters": {"total": self.total_parameters, **self.parameters},
             "stages": [
                 {
@@ -148,6 +152,7 @@ def describe(config: RunConfig, world_size: int) -> Description:
         schedule=par.schedule,
         transfers=par.pipeline_transfers,
         micro_batches=count,
+        shared_head=par.share_head,
         parameters=count_by_component(model_parameters(model, config.learned_positions)),
         stages=stages,
     )

@@ -57,7 +57,8 @@ def _over_vocabulary(groups: Groups, tp: TensorParallel) -> TensorParallel:
     place, mesh = groups.coordinates, groups.mesh
 
     def span(name: str, /, **fields: Any) -> AbstractContextManager[Any]:
-        return tp.span(name, **fields | {"group": "vocabulary"})
+        work = {"work": "pp"} if "work" in fields else {}
+        return tp.span(name, **fields | {"group": "vocabulary"} | work)
 
     rank = place.pp_rank * mesh.tensor + place.tp_rank
     return TensorParallel(groups.vocabulary, rank, mesh.pipeline * mesh.tensor, span)

@@ -37,6 +37,29 @@ def test_the_report_names_groups_layers_parameters_and_memory() -> None:
     assert memory.pop("total_bytes") == sum(memory.values())
 
 
+def test_a_shared_head_and_halves_are_said() -> None:
+    config = parse_config(
+        {
+            "model": {"preset": "tiny-llama", "num_layers": 4},
+            "parallelism": {
+                "pipeline_parallel_size": 2,
+                "virtual_pipeline_size": 2,
+                "pipeline_schedule": "interleaved_zb",
+                "share_head": True,
+            },
+            "training": {"seq_len": 32, "global_batch_size": 8},
+        }
+    )
+    description = describe(config, 2)
+    text = str(description)
+    assert "interleaved_zb, decoupled transfers, 8 micro-batches a step, head shared by 2" in text
+    assert description.to_dict()["shared_head"] is True
+    first, last = description.stages
+    assert sum(stage.rank_parameters for stage in (first, last)) == description.total_parameters
+    assert first.bounds.deferred == 1
+    assert last.bounds.deferred == 2
+
+
 def test_an_illegal_layout_is_refused() -> None:
     config = parse_config({"model": {"preset": "tiny-llama"}})
     with pytest.raises(ConfigError, match="nearest legal"):
