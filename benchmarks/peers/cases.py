@@ -54,7 +54,7 @@ def _megatron(baseline: str, *flags: str) -> Peer:
         megatron.VARIABLES,
         start_s=30.0,
         flags=flags,
-        fallbacks=(("--recompute-layers", "8"), ("--recompute-layers", "16")),
+        fallbacks=(("--recompute-layers", "4"), ("--recompute-layers", "12")),
     )
 
 

@@ -95,9 +95,17 @@ def measure(
     budget: Budget,
     runners: Runners,
     say: Say,
+    save_memory: int = 0,
 ) -> Found:
-    """All rounds of a case. A system that failed is out for the rounds after it."""
-    found = Found(peers={system: [] for system in systems if system != OURS})
+    """All rounds of a case. A system that failed is out for the rounds after it.
+
+    save_memory  how many of its sets of flags a peer skips, which are known not to fit
+    """
+    peers = [system for system in systems if system != OURS]
+    found = Found(
+        peers={system: [] for system in peers},
+        flags={system: min(save_memory, len(PEERS[system].fallbacks)) for system in peers},
+    )
     for number in range(1, rounds + 1):
         for system in systems:
             if system in found.failed:
@@ -128,7 +136,7 @@ def _run(
         found.ours.append(run)
         return f"steps {', '.join(format(step['step_s'], '.3f') for step in run.steps)} s"
     peer = PEERS[system]
-    for index, more in list(enumerate(((), *peer.fallbacks)))[found.flags.get(system, 0) :]:
+    for index, more in list(enumerate(((), *peer.fallbacks)))[found.flags[system] :]:
         limit_s = min(3 * needs_s + 60, budget.left_s)
         try:
             result = runners.peer(peer, case, more, limit_s)
@@ -217,7 +225,17 @@ def _all_cases(
         )
         if origin.on_gpus:
             switch_multicast_off()
-        found = measure(name, _setup(name), case, systems, parsed.rounds, budget, runners, say)
+        found = measure(
+            name,
+            _setup(name),
+            case,
+            systems,
+            parsed.rounds,
+            budget,
+            runners,
+            say,
+            parsed.save_memory,
+        )
         step, rows = rows_of(case, found.ours, found.peers, origin)
         if step is not None:
             append(parsed.output, step)
@@ -292,6 +310,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, help="of every run; a case has a default")
     parser.add_argument("--budget-s", type=float, default=0.0, help="0: no limit")
+    parser.add_argument(
+        "--save-memory", type=int, default=0, help="start peers with their N-th flags that do"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS / "step.jsonl")
     parser.add_argument("--logs", type=Path, help="folder that keeps what the peers printed")
     parser.add_argument("--commit", help="of a tree that has no repository")

@@ -35,7 +35,7 @@ def stamped(origin: Origin) -> Stamped:
     A child looks at the GPU: this process would keep memory of it through the runs that follow.
     """
     if origin.on_gpus:
-        with multiprocessing.get_context("fork").Pool(1) as pool:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
             stamp = pool.apply(Origin.now, (origin,))
     else:
         stamp = origin.now()
