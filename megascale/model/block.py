@@ -9,6 +9,7 @@ out are accumulated into one tensor: tensor parallelism then gathers once and re
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -74,7 +75,29 @@ class Mlp(nn.Module):
         return y
 
 
-class SerialBlock(nn.Module):
+class Block(nn.Module, ABC):
+    """A layer: hidden states to hidden states."""
+
+    @abstractmethod
+    def branches(
+        self,
+        x_tD: Tensor,
+        branch_tD: Tensor | None,
+        ctx: ForwardContext,
+        cache: KeyValueCache | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The layer on x + branch, with its own last sum left to whoever reads the result: (stream,
+        branch). The next layer's first norm takes both in the pass that it makes anyway.
+        """
+
+    def forward(
+        self, x_tD: Tensor, ctx: ForwardContext, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        x_tD, branch_tD = self.branches(x_tD, None, ctx, cache)
+        return x_tD + branch_tD
+
+
+class SerialBlock(Block):
     """Attention, then MLP, each behind its own norm."""
 
     def __init__(
@@ -88,16 +111,22 @@ class SerialBlock(nn.Module):
         self.norm2 = Norm(f"{self.name}.norm2", *norm)
         self.mlp = Mlp(cfg, layer, device, dtype)
 
-    def forward(
-        self, x_tD: Tensor, ctx: ForwardContext, cache: KeyValueCache | None = None
-    ) -> Tensor:
-        y_tD = self.attn(self.norm1(x_tD), ctx, cache)
-        x_tD = x_tD + hidden_dropout(y_tD, self.dropout, ctx, f"{self.name}.attn.dropout")
-        y_tD = self.mlp(self.norm2(x_tD), ctx)
-        return x_tD + hidden_dropout(y_tD, self.dropout, ctx, f"{self.name}.mlp.dropout")
+    def branches(
+        self,
+        x_tD: Tensor,
+        branch_tD: Tensor | None,
+        ctx: ForwardContext,
+        cache: KeyValueCache | None,
+    ) -> tuple[Tensor, Tensor]:
+        x_tD, normed_tD = self.norm1(x_tD, branch_tD, ctx.operators)
+        y_tD = self.attn(normed_tD, ctx, cache)
+        y_tD = hidden_dropout(y_tD, self.dropout, ctx, f"{self.name}.attn.dropout")
+        x_tD, normed_tD = self.norm2(x_tD, y_tD, ctx.operators)
+        y_tD = self.mlp(normed_tD, ctx)
+        return x_tD, hidden_dropout(y_tD, self.dropout, ctx, f"{self.name}.mlp.dropout")
 
 
-class ParallelBlock(nn.Module):
+class ParallelBlock(Block):
     """Attention and MLP side by side on one norm, between one GEMM in and one pair out.
 
     The bias of the GEMM in stays there: half of it belongs to q, k and v, and where positions are
@@ -119,17 +148,22 @@ class ParallelBlock(nn.Module):
         attn_out, mlp_out = f"{self.name}.attn.o", f"{self.name}.mlp.fc2"
         self.out_proj = RowPair(attn_out, inner, mlp_out, cfg.ffn_size, hidden, bias, device, dtype)
 
-    def forward(
-        self, x_tD: Tensor, ctx: ForwardContext, cache: KeyValueCache | None = None
-    ) -> Tensor:
-        joined_Tn = self.in_proj(self.norm1(x_tD))
+    def branches(
+        self,
+        x_tD: Tensor,
+        branch_tD: Tensor | None,
+        ctx: ForwardContext,
+        cache: KeyValueCache | None,
+    ) -> tuple[Tensor, Tensor]:
+        x_tD, normed_tD = self.norm1(x_tD, branch_tD, ctx.operators)
+        joined_Tn = self.in_proj(normed_tD)
         sizes = (3, len(self.in_proj.blocks) - 3)
         (qkv_Tn, h_Tf), (_, part) = self.in_proj.split(joined_Tn, sizes)
         attended_Tk = self.attn.core(qkv_Tn, ctx, cache)
         a_Tf, saving = activate(self.activation, h_Tf, None, ctx, part)
         with saving:
             y_tD = self.out_proj(attended_Tk, a_Tf)
-        return x_tD + hidden_dropout(y_tD, self.dropout, ctx, f"{self.name}.dropout")
+        return x_tD, hidden_dropout(y_tD, self.dropout, ctx, f"{self.name}.dropout")
 
 
 BLOCKS: dict[str, type[SerialBlock] | type[ParallelBlock]] = {

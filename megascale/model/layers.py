@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from megascale.ops.column_split import Part, split_columns
 from megascale.ops.embedding import embedding
 from megascale.ops.linear import linear, linear_pair
-from megascale.ops.norm import layer_norm, rms_norm
+from megascale.ops.mode import OperatorMode
+from megascale.ops.norm import residual_norm
 
 RowBlocks = tuple[tuple[str, int], ...]
 """(logical name, rows) of each block of a storage tensor, in order."""
@@ -177,10 +178,11 @@ class Norm(LogicalModule):
         self.weight = _parameter((size,), device, dtype)
         self.bias = _parameter((size,), device, dtype) if kind == "layernorm" else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.bias is not None:
-            return layer_norm(x, self.weight, self.bias, self.eps)
-        return rms_norm(x, self.weight, self.eps)
+    def forward(
+        self, x_TD: Tensor, branch_TD: Tensor | None, mode: OperatorMode
+    ) -> tuple[Tensor, Tensor]:
+        """(x + branch, its norm): `ops/norm`."""
+        return residual_norm(x_TD, branch_TD, self.weight, self.bias, self.eps, mode)
 
     def storage_blocks(self) -> dict[str, RowBlocks]:
         stored: dict[str, RowBlocks] = {"weight": ((f"{self.name}.weight", self.size),)}

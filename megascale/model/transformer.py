@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megascale.config import ModelConfig
 from megascale.errors import ConfigError
-from megascale.model.block import BLOCKS, hidden_dropout
+from megascale.model.block import BLOCKS, Block, hidden_dropout
 from megascale.model.cache import KeyValueCache
 from megascale.model.context import ForwardContext
 from megascale.model.layers import FusedLinear, Norm, VocabEmbedding
@@ -92,12 +92,19 @@ class TransformerChunk(nn.Module):
         if self.embed is not None:
             x = self.embed(self.before_unit("embed", x), ctx)
         full_recompute = ctx.recompute == "full" and torch.is_grad_enabled()
+        branch: Tensor | None = None  # what the stream x lacks: the next norm adds it
         for number, layer in self.layers.items():
             x = self.before_unit(f"layers.{number}", x)
-            x = checkpointed(layer, x, ctx, cache) if full_recompute else layer(x, ctx, cache)
+            if full_recompute:
+                x = checkpointed(layer, x, ctx, cache)
+            else:
+                assert isinstance(layer, Block), type(layer)
+                x, branch = layer.branches(x, branch, ctx, cache)
         if self.final_norm is not None:
-            x = self.final_norm(self.before_unit("head", x))
+            _, x = self.final_norm(self.before_unit("head", x), branch, ctx.operators)
             x = x if self.head is None else self.head(x)
+        elif branch is not None:
+            x = x + branch
         if cache is not None:
             cache.advance(ctx.seq_len)
         return x

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megascale.ops.cross_entropy import (
     local_valid,
-    row_max,
-    sum_exp_and_target,
+    relative_to,
+    row_statistics,
     write_gradient_,
 )
 from megascale.ops.mode import OperatorMode
@@ -42,21 +42,22 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         start = tp.rank * cols
         valid = local_valid(cols, start, vocab_size)
         with tp.span("tp_cross_entropy", group="tensor"):
-            max_T = row_max(mode, logits_Tv, valid)
+            statistics_3T = row_statistics(logits_Tv, labels_T, start, valid, mode)
+            max_T = statistics_3T[0].clone()
             _all_reduce(max_T, dist.ReduceOp.MAX, tp)
-            sums_2T = sum_exp_and_target(mode, logits_Tv, labels_T, max_T, start, valid)
+            sums_2T = relative_to(max_T, statistics_3T)
             _all_reduce(sums_2T, dist.ReduceOp.SUM, tp)
         log_sum_T = sums_2T[0].log()
         ctx.save_for_backward(logits_Tv, labels_T, mask_T, max_T + log_sum_T)
         ctx.start, ctx.valid, ctx.mode = start, valid, mode
-        return ((log_sum_T - sums_2T[1]) * mask_T).sum()
+        return ((log_sum_T + (max_T - sums_2T[1])) * mask_T).sum()
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         logits_Tv, labels_T, mask_T, lse_T = ctx.saved_tensors
         grad_Tv = logits_Tv.detach()
         scale_T = grad_loss.to(lse_T.dtype) * mask_T
-        write_gradient_(ctx.mode, grad_Tv, labels_T, lse_T, scale_T, ctx.start, ctx.valid)
+        write_gradient_(grad_Tv, labels_T, lse_T, scale_T, ctx.start, ctx.valid, ctx.mode)
         return grad_Tv, None, None, None, None, None
 
 

@@ -95,6 +95,47 @@ def test_units_hold_every_parameter_once_and_are_announced(name: str) -> None:
     assert len(seen) == len(set(seen)) == len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("name", ["gpt", "llama-parallel"])
+def test_a_boundary_tells_of_its_unit_before_the_unit_below_begins(name: str) -> None:
+    """Backward: the sum of two units is one operator's; the order of events is as without it."""
+    cfg = tiny(**VARIANTS[name])
+    model = build(cfg)
+    events: list[str] = []
+
+    def note(unit: str, x: Tensor) -> Tensor:
+        if not x.requires_grad:
+            return x
+        x = x.view_as(x)
+        x.register_hook(lambda grad: events.append(f"behind {unit} done"))
+        return x
+
+    model.before_unit = note
+    for number, layer in model.layers.items():
+        for parameter in layer.parameters():
+            parameter.register_hook(lambda grad, number=number: events.append(f"layers.{number}"))
+    model(random_tokens(cfg, 1, 8).flatten(), make_context(1, 8)).sum().backward()
+    assert list(dict.fromkeys(events)) == [
+        "behind head done",
+        "layers.1",
+        "behind layers.1 done",
+        "layers.0",
+        "behind layers.0 done",
+    ]
+    assert events.index("behind layers.1 done") == len(events) - 2 - events.count("layers.0")
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "qwen3-parallel"])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_plain_operators_compute_the_same(name: str, recompute: Any) -> None:
+    cfg = tiny(**VARIANTS[name], hidden_dropout=0.1)
+    options = {"sample_numbers_B": torch.tensor([7, 3]), "dropout_seed": 5}
+    loss, grads = _run(cfg, **options)
+    plain_loss, plain_grads = _run(cfg, **options, recompute=recompute, operators="plain")
+    torch.testing.assert_close(plain_loss, loss)
+    for grad, expected in zip(plain_grads, grads, strict=True):
+        torch.testing.assert_close(grad, expected)
+
+
 @variants
 def test_meta_construction_allocates_nothing(name: str) -> None:
     cfg = tiny(**VARIANTS[name])

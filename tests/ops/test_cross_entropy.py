@@ -1,4 +1,4 @@
-"""Cross-entropy in place against torch's, whole and in slices of the vocabulary."""
+"""Cross-entropy in place against torch's, whole and in slices; kernels interpreted and on a GPU."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from megascale.ops.cross_entropy import (
     cross_entropy,
     cross_entropy_reference,
     local_valid,
-    row_max,
-    sum_exp_and_target,
+    relative_to,
+    row_statistics,
     write_gradient_,
 )
+from tests.ops.kernels import interpreted, near
 
 TOKENS, VOCAB, PADDED = 9, 13, 16
 
@@ -69,18 +70,17 @@ def test_slices_compose_to_the_whole(dtype: torch.dtype, num_slices: int) -> Non
     slices = [s.clone() for s in logits.detach().split(width, dim=1)]
     starts = [i * width for i in range(num_slices)]
     valid = [local_valid(width, start, VOCAB) for start in starts]
-    maxima = [row_max("fused", s, n) for s, n in zip(slices, valid, strict=True)]
-    max_T = torch.stack(maxima).amax(0)
-    parts = [
-        sum_exp_and_target("fused", s, labels, max_T, start, n)
+    statistics = [
+        row_statistics(s, labels, start, n)
         for s, start, n in zip(slices, starts, valid, strict=True)
     ]
+    max_T = torch.stack([of_slice[0] for of_slice in statistics]).amax(0)
+    parts = [relative_to(max_T, of_slice) for of_slice in statistics]
     sum_exp_T, target_T = torch.stack(parts).sum(0).unbind(0)
-    loss = ((sum_exp_T.log() - target_T) * mask).sum()
-    torch.testing.assert_close(loss, reference)
     lse_T = max_T + sum_exp_T.log()
+    torch.testing.assert_close(((lse_T - target_T) * mask).sum(), reference)
     for s, start, n in zip(slices, starts, valid, strict=True):
-        write_gradient_("fused", s, labels, lse_T, mask.to(lse_T.dtype), start, n)
+        write_gradient_(s, labels, lse_T, mask.to(lse_T.dtype), start, n)
     torch.testing.assert_close(torch.cat(slices, dim=1), expected)
 
 
@@ -92,3 +92,56 @@ def test_huge_logits_stay_finite() -> None:
     assert logits.grad is not None
     assert logits.grad.isfinite().all()
     assert math.isclose(logits.grad[0, 0].item(), 1.0)
+
+
+CASES = [(1, 3, 3), (5, 40, 33), (3, 5000, 4999)]  # tokens, columns, real ones
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernels_interpreted(dtype: torch.dtype) -> None:
+    interpreted(_check, dtype, "cpu", CASES)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_kernels_on_a_gpu(dtype: torch.dtype) -> None:
+    _check(dtype, "cuda", [*CASES, (2048, 32000, 32000), (100, 50304, 50257)])
+
+
+def _check(dtype: torch.dtype, device: str, cases: list[tuple[int, int, int]]) -> None:
+    for tokens, columns, num_valid in cases:
+        logits = (torch.randn(tokens, columns + 8, device=device) * 4).to(dtype)
+        logits[0, : num_valid // 2] -= 300  # the maximum comes late
+        labels = torch.randint(0, num_valid, (tokens,), device=device)
+        labels[-1] = -100
+        for start in (0, num_valid // 3):  # the label is in the slice, or not
+            _check_slice(dtype, logits[:, :columns], labels, start, num_valid)
+        nothing = row_statistics(logits, labels, columns, 0)
+        assert nothing[0].eq(-math.inf).all()
+        assert not nothing[1:].any()
+
+
+def _check_slice(
+    dtype: torch.dtype, logits: Tensor, labels: Tensor, start: int, num_valid: int
+) -> None:
+    wide, local = logits.double(), labels - start
+    inside = (local >= 0) & (local < num_valid)
+    found = row_statistics(logits, labels, start, num_valid)
+    top = wide[:, :num_valid].amax(-1)
+    sums = (wide[:, :num_valid] - top[:, None]).exp().sum(-1)
+    target = wide.gather(1, local.clamp(0, num_valid - 1)[:, None])[:, 0] * inside
+    assert torch.equal(found[0].double(), top)
+    near(found[1], sums, torch.float32)
+    assert torch.equal(found[2].double(), target)
+    lse, scale = (top + sums.log()).float(), torch.rand_like(found[0])
+    scale[0] = 0.0
+    gradient = (wide - lse.double()[:, None]).exp()
+    gradient[inside, local[inside]] -= 1.0
+    gradient = gradient * scale.double()[:, None]
+    gradient[:, num_valid:] = 0.0
+    owned = torch.cat((logits, logits), dim=1)[:, : logits.shape[1]]
+    beside = owned._version
+    write_gradient_(owned, labels, lse, scale, start, num_valid)
+    near(owned, gradient, dtype)
+    assert owned._version > beside

@@ -36,18 +36,25 @@ def accumulate_partials(
     parameter  [N], contiguous
     Deferred where weight gradients are (`ops/deferred.py`): the partial sums are kept.
     """
-    if getattr(parameter, "main_grad", None) is None:
-        gradient = torch.empty_like(parameter)
-        _write_sums(gradient, partials_PN, True, mode)
-        return gradient
 
-    def add() -> None:
-        main_grad: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+    def add_later() -> None:
+        gradient = _accumulate(parameter, partials_PN, mode)
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    if parameter.is_leaf and defer_addition(add_later):  # autograd waits for what is no leaf
+        return None
+    return _accumulate(parameter, partials_PN, mode)
+
+
+def _accumulate(parameter: Tensor, partials_PN: Tensor, mode: OperatorMode) -> Tensor | None:
+    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
+    if main_grad is not None:
         _write_sums(main_grad, partials_PN, take_stale(parameter), mode)
-
-    if not defer_addition(add):
-        add()
-    return None
+        return None
+    gradient = torch.empty_like(parameter)
+    _write_sums(gradient, partials_PN, True, mode)
+    return gradient
 
 
 def _write_sums(out_N: Tensor, partials_PN: Tensor, overwrite: bool, mode: OperatorMode) -> None:

@@ -1,4 +1,4 @@
-"""Element-wise operators against their plain references."""
+"""Rotary positions against their plain reference."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from megascale.config import RopeScaling
-from megascale.ops.activation import activation, activation_reference
-from megascale.ops.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
 from megascale.ops.rope import inverse_frequencies, rope_table, rotate, rotate_reference
 
 F64 = torch.float64
@@ -18,28 +16,6 @@ F64 = torch.float64
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16])
-def test_norms_equal_their_formulas(dtype: torch.dtype) -> None:
-    x = (torch.randn(7, 32, dtype=F64) * 3 + 1).to(dtype)
-    weight, bias = torch.randn(32).to(dtype), torch.randn(32).to(dtype)
-    reference = layer_norm_reference(x, weight, bias, 1e-5)
-    torch.testing.assert_close(layer_norm(x, weight, bias, 1e-5), reference)
-    torch.testing.assert_close(rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5))
-
-
-def test_norm_statistics_of_bf16_are_not_bf16() -> None:
-    x = torch.full((1, 4096), 3.0, dtype=torch.bfloat16)
-    y = rms_norm(x, torch.ones(4096, dtype=torch.bfloat16), 1e-5)
-    torch.testing.assert_close(y, torch.ones_like(y))
-
-
-@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "swiglu"])
-def test_activations_equal_their_formulas(name: str) -> None:
-    x = torch.randn(5, 8, dtype=F64, requires_grad=True)
-    torch.testing.assert_close(activation(name, x), activation_reference(name, x))
-    assert torch.autograd.gradcheck(lambda x: activation(name, x), (x,))
 
 
 def test_rotation_is_a_complex_product_and_keeps_relative_positions() -> None:

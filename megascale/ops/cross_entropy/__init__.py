@@ -3,11 +3,13 @@
 Logits of a large vocabulary are the biggest tensor of a step (4096 tokens x 64000 in bf16: 0.5 GB);
 a copy in fp32, a log-softmax and a gradient beside it would be five times that. Here the logits
 stay in their dtype, statistics are fp32 (fp64 for fp64), and the backward pass writes the gradient
-over the logits.
+over the logits. They are read once forward (maximum and sum together, rescaled where a larger
+maximum is met) and read and written once backward: Triton on CUDA (`kernel.py`), compiled for no
+shape in particular; torch's operations on CPU, and in "plain" mode.
 
 The pieces, for a slice of v vocabulary columns beginning at `vocab_start`; a sharded vocabulary
 reduces between them (max, then one sum of two rows):
-    row_max -> (all-reduce max) -> sum_exp_and_target -> (all-reduce sum) -> write_gradient_
+    row_statistics -> (all-reduce max) -> relative_to -> (all-reduce sum) -> write_gradient_
 Columns at or after `num_valid` (global) are padding: they count as minus infinity.
 
 Contract: `logits` belongs to the loss. Nothing may read it after the backward pass has begun.
@@ -22,8 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.ops.compiled import compiled_on_cuda
-from megascale.ops.mode import OperatorMode
+from megascale.ops.mode import OperatorMode, takes_kernels
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -35,27 +36,36 @@ def local_valid(num_cols: int, vocab_start: int, num_valid: int) -> int:
     return min(max(num_valid - vocab_start, 0), num_cols)
 
 
-@compiled_on_cuda
-def row_max(logits_Tv: Tensor, num_valid_local: int) -> Tensor:
-    """Maximum over the slice's real columns, `[T]`; minus infinity where it has none."""
-    wide = _wide(logits_Tv.dtype)
-    if num_valid_local == 0:
-        return torch.full_like(logits_Tv[:, 0], -math.inf, dtype=wide)
-    return logits_Tv[:, :num_valid_local].amax(dim=-1).to(wide)
-
-
-@compiled_on_cuda
-def sum_exp_and_target(
-    logits_Tv: Tensor, labels_T: Tensor, max_T: Tensor, vocab_start: int, num_valid_local: int
+def row_statistics(
+    logits_Tv: Tensor,
+    labels_T: Tensor,
+    vocab_start: int,
+    num_valid_local: int,
+    mode: OperatorMode = "fused",
 ) -> Tensor:
-    """`[2, T]`: sum of exp(logit - max), and the label's logit - max (0 if in another slice)."""
+    """`[3, T]` of the slice's real columns: maximum (minus infinity where there are none), sum of
+    exp(logit - that maximum), and the label's logit (0 if it is in another slice)."""
+    if takes_kernels(mode, logits_Tv):
+        from megascale.ops.cross_entropy.launch import launch_statistics
+
+        return launch_statistics(logits_Tv, labels_T, vocab_start, num_valid_local)
     wide = _wide(logits_Tv.dtype)
     if num_valid_local == 0:
-        return torch.zeros(2, logits_Tv.shape[0], dtype=wide, device=logits_Tv.device)
-    shifted_Tv = logits_Tv[:, :num_valid_local].to(wide) - max_T[:, None]
+        none_T = torch.zeros_like(logits_Tv[:, 0], dtype=wide)
+        return torch.stack((none_T - math.inf, none_T, none_T))
+    valid_Tv = logits_Tv[:, :num_valid_local].to(wide)
+    max_T = valid_Tv.amax(dim=-1)
     local_labels_T, inside_T = _local_labels(labels_T, vocab_start, num_valid_local)
-    target_T = logits_Tv.gather(1, local_labels_T[:, None])[:, 0].to(wide) - max_T
-    return torch.stack((shifted_Tv.exp().sum(dim=-1), torch.where(inside_T, target_T, 0.0)))
+    target_T = logits_Tv.gather(1, local_labels_T[:, None])[:, 0].to(wide)
+    sum_exp_T = (valid_Tv - max_T[:, None]).exp().sum(dim=-1)
+    return torch.stack((max_T, sum_exp_T, torch.where(inside_T, target_T, 0.0)))
+
+
+def relative_to(max_T: Tensor, statistics_3T: Tensor) -> Tensor:
+    """`[2, T]`, which slices may add: sum of exp(logit - max) for a common maximum, and the label's
+    logit."""
+    own_max_T, sum_exp_T, target_T = statistics_3T.unbind(0)
+    return torch.stack((sum_exp_T * (own_max_T - max_T).exp(), target_T))
 
 
 def _local_labels(
@@ -67,7 +77,6 @@ def _local_labels(
     return torch.where(inside_T, local_T, 0), inside_T
 
 
-@compiled_on_cuda
 def write_gradient_(
     logits_Tv: Tensor,
     labels_T: Tensor,
@@ -75,8 +84,14 @@ def write_gradient_(
     scale_T: Tensor,
     vocab_start: int,
     num_valid_local: int,
+    mode: OperatorMode = "fused",
 ) -> None:
     """Overwrite the logits with (softmax - one_hot(label)) * scale; padding columns with 0."""
+    if takes_kernels(mode, logits_Tv):
+        from megascale.ops.cross_entropy.launch import launch_gradient
+
+        launch_gradient(logits_Tv, labels_T, lse_T, scale_T, vocab_start, num_valid_local)
+        return
     local_labels_T, inside_T = _local_labels(labels_T, vocab_start, num_valid_local)
     cols = torch.arange(logits_Tv.shape[1], device=logits_Tv.device)
     hit_Tv = (cols == local_labels_T[:, None]) & inside_T[:, None]
@@ -95,20 +110,19 @@ class _CrossEntropy(torch.autograd.Function):
         num_valid: int,
         mode: OperatorMode,
     ) -> Tensor:
-        max_T = row_max(mode, logits_TV, num_valid)
-        sums_2T = sum_exp_and_target(mode, logits_TV, labels_T, max_T, 0, num_valid)
-        sum_exp_T, target_T = sums_2T.unbind(0)
+        max_T, sum_exp_T, target_T = row_statistics(logits_TV, labels_T, 0, num_valid, mode)
         log_sum_T = sum_exp_T.log()
         ctx.save_for_backward(logits_TV, labels_T, mask_T, max_T + log_sum_T)
         ctx.num_valid, ctx.mode = num_valid, mode
-        return ((log_sum_T - target_T) * mask_T).sum()
+        # the difference first: a logit may be larger than the loss by all of its digits
+        return ((log_sum_T + (max_T - target_T)) * mask_T).sum()
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         logits_TV, labels_T, mask_T, lse_T = ctx.saved_tensors
         grad_TV = logits_TV.detach()
         scale_T = grad_loss.to(lse_T.dtype) * mask_T
-        write_gradient_(ctx.mode, grad_TV, labels_T, lse_T, scale_T, 0, ctx.num_valid)
+        write_gradient_(grad_TV, labels_T, lse_T, scale_T, 0, ctx.num_valid, ctx.mode)
         return grad_TV, None, None, None, None
 
 
