@@ -191,10 +191,27 @@ def bench_step(
     ablate: Annotated[
         bool, typer.Option("--ablate", help="climb MegaScale's ladder: one run a switch")
     ] = False,
+    waterfall: Annotated[
+        bool, typer.Option("--waterfall", help="where every millisecond of the step goes")
+    ] = False,
+    without_communication: Annotated[
+        bool,
+        typer.Option(
+            "--without-communication",
+            help="check the waterfall against the same step with its collectives left out",
+        ),
+    ] = False,
+    bubble: Annotated[
+        bool, typer.Option("--bubble", help="the pipeline's idle share at 1x and 4x the batch")
+    ] = False,
+    roof: Annotated[
+        bool,
+        typer.Option("--roof", help="matrix products and attention alone, before and after"),
+    ] = False,
     rounds: Annotated[int, typer.Option(help="runs of each case, in turns; the median")] = 1,
     output: Annotated[
         Path | None,
-        typer.Option(help="rows are appended; default: benchmarks/results/{step,ladder}.jsonl"),
+        typer.Option(help="rows are appended; default: benchmarks/results/KIND.jsonl"),
     ] = None,
     commit: Annotated[str | None, typer.Option(help="of a clean copy without repository")] = None,
     model: Annotated[
@@ -213,6 +230,10 @@ def bench_step(
         overrides or [],
         nproc=nproc,
         ablate=ablate,
+        waterfall=waterfall,
+        without_communication=without_communication,
+        bubble=bubble,
+        roof=roof,
         rounds=rounds,
         output=output,
         commit=commit,
@@ -222,6 +243,24 @@ def bench_step(
         arguments=sys.argv[1:],
     )
     raise typer.Exit(code)
+
+
+@bench_app.command("rank", hidden=True)
+def bench_rank(
+    recipe: Annotated[Path, typer.Argument(help="TOML recipe")],
+    overrides: Overrides = None,
+    roof: Annotated[bool, typer.Option("--roof")] = False,
+    alone: Annotated[bool, typer.Option("--alone")] = False,
+    silent: Annotated[bool, typer.Option("--silent")] = False,
+    warm_up_s: Annotated[float, typer.Option()] = 3.0,
+    round_s: Annotated[float, typer.Option()] = 0.5,
+) -> None:
+    """One rank of `bench step`, which starts it."""
+    from megascale.train.bench.beside import Beside
+    from megascale.train.bench.rank import bench_rank as run
+
+    beside = Beside(roof, alone, silent, warm_up_s=warm_up_s, round_s=round_s)
+    run(recipe, overrides or [], beside)
 
 
 @app.command()

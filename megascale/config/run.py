@@ -80,6 +80,19 @@ class TelemetryConfig(Section):
         10, ge=1, description="full spans every N steps; sums per phase every step"
     )
     buffer_events: int = Field(65536, ge=16, description="full: drop and count, never block")
+    waterfall: bool = Field(
+        False,
+        description="mark every operator by class of work, forward and backward; for measurements",
+    )
+
+    @model_validator(mode="after")
+    def _somebody_records(self) -> TelemetryConfig:
+        if self.waterfall and not self.enable:
+            raise ValueError(
+                "telemetry.waterfall is true without telemetry.enable; operators are marked for a "
+                "recorder: enable it, or leave waterfall out"
+            )
+        return self
 
 
 class CommConfig(Section):

@@ -7,7 +7,9 @@ A call is refused, or bound to a form (`selection.py`), and runs; one rank is a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -93,6 +95,17 @@ class GroupOperator:
 
     def __repr__(self) -> str:
         return f'{type(self).__name__}({self.world_size} ranks, mode "{self.settings.mode}")'
+
+    @contextmanager
+    def in_reference_form(self) -> Iterator[None]:
+        """Calls inside take the reference form, whatever the mode: to measure against it."""
+        selection = self._selection
+        if selection is not None and self.group is not None:
+            self._selection = Selection(self.group, replace(self.settings, mode="reference"))
+        try:
+            yield
+        finally:
+            self._selection = selection
 
     def forms_taken(self) -> dict[str, str]:
         """The form of each problem that was called so far, by the problem in words."""

@@ -63,7 +63,8 @@ class _ShardedCrossEntropy(torch.autograd.Function):
 
 def _all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType, tp: TensorParallel) -> None:
     if tp.group is not None:
-        dist.all_reduce(values, op=op, group=tp.group)
+        with tp.span("tp_all_reduce", op="all_reduce", group="tensor", work="tp"):
+            dist.all_reduce(values, op=op, group=tp.group)
 
 
 def sharded_cross_entropy(

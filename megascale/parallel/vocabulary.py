@@ -30,13 +30,15 @@ class _VocabularyEmbedding(torch.autograd.Function):
         ctx.weight, ctx.tp = weight_vD, tp
         with tp.span("tp_embedding_reduce_scatter", group="tensor"):
             x_TD = weight_vD[row_T].mul_(own_T[:, None])
-            return reduce_scatter(x_TD, tp.group)
+            with tp.span("tp_transfer", op="reduce_scatter", work="tp"):
+                return reduce_scatter(x_TD, tp.group)
 
     @staticmethod
     def backward(ctx: Any, grad_tD: Tensor) -> tuple[Tensor | None, ...]:
         row_T, own_T = ctx.saved_tensors
         with ctx.tp.span("tp_embedding_backward", group="tensor"):
-            grad_TD = all_gather(grad_tD, ctx.tp.group)
+            with ctx.tp.span("tp_transfer", op="all_gather", work="tp"):
+                grad_TD = all_gather(grad_tD, ctx.tp.group)
             # `where`, not a product: zero times an infinite gradient would be another row's NaN.
             own_TD = torch.where(own_T[:, None], grad_TD, 0.0)
             return None, accumulate_embedding_gradient(ctx.weight, row_T, own_TD), None

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -146,7 +146,8 @@ class Loop:
             for operator in (ops.all_gather_gemm, ops.gemm_reduce_scatter)
             for problem, form in operator.forms_taken().items()
         }
-        self.recorder.incident("resources", **memory(self.assembly.device), forms=forms)
+        detail: dict[str, Any] = {**memory(self.assembly.device), "forms": forms}
+        self.recorder.incident("resources", **detail)
 
     # ------------------------------------------------------------ one step
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,16 +17,37 @@ from megascale.telemetry.hooks import Hook
 from megascale.telemetry.recorder import Recorder
 from megascale.topology import Mesh
 from megascale.train.agreement import check_agreement
-from megascale.train.assemble import assemble
+from megascale.train.assemble import Assembly, assemble
 from megascale.train.loop import Loop
 from megascale.train.recording import open_recorder
 from megascale.train.run_folder import RunFolder
+from megascale.train.waterfall.probe import Probe, attach
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A rank that is built and has not begun to train; `probe` where operators are marked."""
+
+    assembly: Assembly
+    recorder: Recorder
+    probe: Probe | None
+
+
+Around = Callable[[Ready], AbstractContextManager[object]]
 
 
 def run_rank(
-    config: RunConfig, rank: RankEnvironment, *, resume: bool, hooks: Sequence[Hook] = ()
+    config: RunConfig,
+    rank: RankEnvironment,
+    *,
+    resume: bool,
+    hooks: Sequence[Hook] = (),
+    around: Around = nullcontext,
 ) -> None:
-    """Join the world, build, load, train, save. Returns when the run is done or told to stop."""
+    """Join the world, build, load, train, save. Returns when the run is done or told to stop.
+
+    around  entered when the rank is built and left after its loop: what a bench does beside it
+    """
     mesh = config.mesh(rank.world_size)
     device = pick_device(config, rank)
     folder = RunFolder(config.job.run_dir)
@@ -43,9 +66,14 @@ def run_rank(
     try:
         with open_recorder(config, rank, mesh, device, folder, hooks) as recorder:
             try:
+                probe = Probe(recorder) if config.telemetry.waterfall else None
                 with recorder.span("init", host=True):
-                    assembly = assemble(config, mesh, device, span=recorder.span)
-                Loop(assembly, folder, recorder).run(resume=resume)
+                    span = recorder.span if probe is None else probe.span
+                    assembly = assemble(config, mesh, device, span=span)
+                if probe is not None:
+                    recorder.incident("waterfall", gemm_flops=attach(probe, assembly))
+                with around(Ready(assembly, recorder, probe)):
+                    Loop(assembly, folder, recorder).run(resume=resume)
             except RuntimeError as error:
                 if rank.world_size > 1 and _is_of_peers(error):
                     raise _explained(error, recorder, rank, mesh) from error

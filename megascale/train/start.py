@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -23,6 +24,9 @@ from megascale.plan.describe import describe
 from megascale.train.corpus import resolve_vocabulary
 from megascale.train.launch import launch_local, record_failure
 from megascale.train.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from megascale.train.rank import Around
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +57,14 @@ def start_training(
                     f"{option} {value} was given to a rank that {rank.launcher} started; "
                     "leave it out"
                 )
-        _become_rank(config, rank, resume=resume)
+        become_rank(config, rank, resume=resume)
         return
     num_ranks = nproc or 1
     config.mesh(num_ranks)
     folder.check(resume=resume)
     _check_initial_weights(config)
     if num_ranks == 1:
-        _become_rank(config, rank, resume=resume)
+        become_rank(config, rank, resume=resume)
         return
     arguments = ["train", str(recipe), *_flags(overrides), *(["--resume"] if resume else [])]
     launch_local(arguments, num_ranks, folder.logs, master_port)
@@ -96,8 +100,13 @@ def _print_plan(config: RunConfig, world_size: int) -> None:
     typer.echo(str(describe(config, world_size)))
 
 
-def _become_rank(config: RunConfig, rank: RankEnvironment, *, resume: bool) -> None:
-    """Train as one rank. A failure is recorded where whoever started this rank looks for it."""
+def become_rank(
+    config: RunConfig, rank: RankEnvironment, *, resume: bool, around: Around = nullcontext
+) -> None:
+    """Train as one rank. A failure is recorded where whoever started this rank looks for it.
+
+    around  of `rank.run_rank`
+    """
     from megascale.train.rank import run_rank  # torch is imported by ranks only
 
     logging.basicConfig(
@@ -109,7 +118,7 @@ def _become_rank(config: RunConfig, rank: RankEnvironment, *, resume: bool) -> N
     holding = folder.hold(resume=resume) if rank.global_rank == 0 else nullcontext()
     try:
         with holding:  # rank 0 alone: others may see the records that it writes next
-            run_rank(config, rank, resume=resume)
+            run_rank(config, rank, resume=resume, around=around)
     except MegascaleError as error:
         _record(folder, rank, str(error), error.exit_code)
         raise

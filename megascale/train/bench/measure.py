@@ -22,6 +22,7 @@ from typing import Any
 
 from megascale.config import RunConfig
 from megascale.errors import NumericalError
+from megascale.train.bench.beside import Beside
 from megascale.train.bench.case import WARM_UP_STEPS, Case
 from megascale.train.bench.records import RankRecord, facts, read_records
 from megascale.train.launch import StoppedError, launch_local
@@ -75,13 +76,17 @@ class Run:
         return [step.get("loss", math.nan) for step in self.steps]
 
 
-def run_case(case: Case) -> Run:
-    """Train on ranks of this machine. Raises LaunchError where a rank failed or was stopped."""
+def run_case(case: Case, beside: Beside | None = None) -> Run:
+    """Train on ranks of this machine. Raises LaunchError where a rank failed or was stopped.
+
+    beside  what is measured in the ranks' processes besides; None: they are `megascale train`
+    """
     with tempfile.TemporaryDirectory(prefix="megascale-bench-") as folder:
         run_dir = Path(folder) / "run"
         overrides = (*case.overrides, f"job.run_dir={run_dir}")
         flags = [part for override in overrides for part in ("--set", override)]
-        launch_local(["train", str(case.recipe), *flags], case.num_ranks, run_dir / "logs", None)
+        verb = ["train"] if beside is None else ["bench", "rank", *beside.flags()]
+        launch_local([*verb, str(case.recipe), *flags], case.num_ranks, run_dir / "logs", None)
         lines = (run_dir / "metrics.jsonl").read_text().splitlines()
         records = read_records(run_dir / "telemetry")
     wanted = case.config.training.steps

@@ -7,12 +7,13 @@ a machine must hold, and not always the first.
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megascale.events import Event, Header, Incident, Step, Sums, read_events
+from megascale.events import Dropped, Event, Header, Incident, Span, Step, Sums, read_events
 
 # Spans in which the compute stream of a stage only waits for its neighbours.
 PIPELINE_WAITS = ("pp_wait", "pp_finish", "world_sums")
@@ -20,12 +21,19 @@ PIPELINE_WAITS = ("pp_wait", "pp_finish", "world_sums")
 
 @dataclass(frozen=True)
 class RankRecord:
-    """One rank: its header, its steps and the sums of their spans by name, its resources."""
+    """One rank: its header, its steps and the sums of their spans by name, the spans of sampled
+    steps, and what it said once: by name of the incident, its details in order."""
 
     header: Header
     steps: Mapping[int, Step]
     sums: Mapping[int, Mapping[str, Mapping[str, int]]]
-    resources: Mapping[str, Any]
+    spans: Mapping[int, Sequence[Span]]
+    said: Mapping[str, Sequence[Mapping[str, Any]]]
+    num_dropped: int = 0
+
+    @property
+    def resources(self) -> Mapping[str, Any]:
+        return self.said["resources"][0]
 
     def host_s(self, step: int) -> float | None:
         """Time in which the host launched `step`, without what it waited for data."""
@@ -57,7 +65,9 @@ def record_of(events: Iterable[Event]) -> RankRecord:
     header: Header | None = None
     steps: dict[int, Step] = {}
     sums: dict[int, Mapping[str, Mapping[str, int]]] = {}
-    resources: Mapping[str, Any] = {}
+    spans: dict[int, list[Span]] = defaultdict(list)
+    said: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    num_dropped = 0
     for event in events:
         if isinstance(event, Header):
             header = event
@@ -65,10 +75,14 @@ def record_of(events: Iterable[Event]) -> RankRecord:
             steps[event.step] = event
         elif isinstance(event, Sums):
             sums[event.step] = event.sums
-        elif isinstance(event, Incident) and event.name == "resources":
-            resources = event.detail
+        elif isinstance(event, Span) and event.step is not None:
+            spans[event.step].append(event)
+        elif isinstance(event, Incident):
+            said[event.name].append(event.detail)
+        elif isinstance(event, Dropped):
+            num_dropped = event.count
     assert header is not None, "a line file begins with its header"
-    return RankRecord(header, steps, sums, resources)
+    return RankRecord(header, steps, sums, dict(spans), dict(said), num_dropped)
 
 
 def facts(records: Sequence[RankRecord], timed: Sequence[int]) -> dict[str, Any]:
@@ -93,6 +107,16 @@ def facts(records: Sequence[RankRecord], timed: Sequence[int]) -> dict[str, Any]
     if forms:
         found["forms"] = dict(sorted(forms.items()))
     return {name: value for name, value in found.items() if value is not None}
+
+
+def roof_tflops(records: Sequence[RankRecord]) -> dict[str, float] | None:
+    """TFLOP/s of the roof before and after the steps, each the mean over ranks; None where it was
+    not measured."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        for detail in record.said.get("roof", ()):
+            found[detail["when"]].append(detail["tflops"])
+    return {when: statistics.fmean(values) for when, values in found.items()} or None
 
 
 def _worst(records: Sequence[RankRecord], timed: Sequence[int], read: Any, worst: Any) -> Any:

@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 
+from megascale.config import RunConfig
 from megascale.env import installed_versions
 from megascale.flux.bench.rows import machine
 from megascale.train.bench.case import Case
 from megascale.train.bench.ladder import Planned
 from megascale.train.bench.measure import Run
+from megascale.train.bench.records import roof_tflops
 from megascale.train.run_folder import commit
+from megascale.units import peak_tflops
 
 Row = dict[str, Any]
 
@@ -70,6 +73,10 @@ def step_row(
     """The row of one case. `target` is the least MFU."""
     found = measured(runs)
     row = {"bench": "step", "case": case.keys, **found, "baselines": dict(baselines)}
+    roof = roof_of(case, runs)
+    if roof:
+        row["roof"] = roof
+        row["baselines"]["roof"] = statistics.fmean(roof.values())
     row |= origin.now()
     if target is not None:
         row["target"] = {"op": ">=", "value": target}
@@ -107,6 +114,24 @@ def ladder_row(
         "met": None,
         **origin.now(),
     }
+
+
+def roof_of(case: Case, runs: Sequence[Run]) -> dict[str, float]:
+    """MFU of the roof before and after the steps, the median of runs; empty where it was not
+    measured or the device's peak is not known."""
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        peak = peak_of(case.config, run)
+        for when, tflops in (roof_tflops(run.records) or {}).items():
+            if peak is not None:
+                found.setdefault(when, []).append(tflops / peak)
+    return {when: statistics.median(values) for when, values in found.items()}
+
+
+def peak_of(config: RunConfig, run: Run) -> float | None:
+    """TFLOP/s of the run's device: the recipe's, else the table's."""
+    known = peak_tflops(run.records[0].header.device or "") if run.records else None
+    return config.metrics.peak_tflops or (known[0] if known else None)
 
 
 def measured(runs: Sequence[Run]) -> Row:

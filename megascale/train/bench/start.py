@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,11 +13,16 @@ import typer
 from megascale.env import rank_environment, switch_multicast_off
 from megascale.errors import ConfigError
 from megascale.flux.bench.rows import append
+from megascale.train.bench.beside import Beside
+from megascale.train.bench.bubble import bubble_cases, measure_bubble
+from megascale.train.bench.bubble import summary as bubble_summary
 from megascale.train.bench.case import Case, make_case, runs_on_gpus
 from megascale.train.bench.climb import Climb, climb, table
 from megascale.train.bench.ladder import Planned, plan_ladder
 from megascale.train.bench.measure import Run, check_losses, check_same, run_case
 from megascale.train.bench.rows import Origin, Row, ladder_row, step_row
+from megascale.train.bench.waterfall import MARKED, SILENT, run_waterfall
+from megascale.train.bench.waterfall import table as waterfall_table
 
 RESULTS = Path("benchmarks/results")
 FAILED = 1
@@ -28,6 +34,10 @@ def bench_step(
     *,
     nproc: int = 1,
     ablate: bool = False,
+    waterfall: bool = False,
+    without_communication: bool = False,
+    bubble: bool = False,
+    roof: bool = False,
     rounds: int = 1,
     output: Path | None = None,
     commit: str | None = None,
@@ -41,16 +51,32 @@ def bench_step(
     Raises ConfigError for what cannot be run, before anything is started; and for one case, without
     `ablate`, LaunchError or NumericalError where it failed.
     """
-    output = output or RESULTS / ("ladder.jsonl" if ablate else "step.jsonl")
+    kind = _kind(ablate=ablate, waterfall=waterfall, bubble=bubble)
+    output = output or RESULTS / f"{kind}.jsonl"
     references = _baselines(baselines)
-    _check_options(nproc, rounds, output, one_case_only=ablate and (target or references))
+    _check_options(nproc, rounds, output)
+    _check_combination(
+        kind,
+        target=target,
+        baselines=references,
+        roof=roof,
+        without_communication=without_communication,
+        rounds=rounds,
+    )
     num_gpus = torch.cuda.device_count()
-    if ablate:
+    make = partial(make_case, recipe, num_ranks=nproc, model=model, num_gpus=num_gpus)
+    planned: list[Planned] = []
+    cases: list[Case]
+    if kind == "ladder":
         planned = plan_ladder(recipe, overrides, nproc, model=model, num_gpus=num_gpus)
         cases = [plan.case for plan in planned if plan.case is not None]
+    elif kind == "bubble":
+        cases = bubble_cases(recipe, overrides, nproc, model=model, num_gpus=num_gpus)
+    elif kind == "waterfall":
+        marked = [*overrides, *MARKED]
+        cases = [make(marked), make([*marked, *SILENT])]
     else:
-        planned = []
-        cases = [make_case(recipe, overrides, nproc, model=model, num_gpus=num_gpus)]
+        cases = [make(overrides)]
     origin = Origin.here(
         num_ranks=nproc,
         on_gpus=runs_on_gpus(cases[0].config, num_gpus),
@@ -59,20 +85,37 @@ def bench_step(
     )
     if origin.on_gpus:
         switch_multicast_off()
-    if ablate:
+    if kind == "ladder":
         return _ladder(planned, rounds, origin, output)
-    runs = _rounds(cases[0], rounds)
+    if kind == "bubble":
+        write = partial(append, output)
+        rows = measure_bubble(cases, rounds, origin, measure=_checked, write=write)
+        typer.echo(bubble_summary(rows))
+        return 0
+    if kind == "waterfall":
+        silent = cases[1] if without_communication else None
+        row = run_waterfall(cases[0], origin, measure=run_case, silent_case=silent)
+        append(output, row)
+        typer.echo(waterfall_table(row))
+        return 0
+    runs = _rounds(cases[0], rounds, Beside(roof=True) if roof else None)
     row = step_row(cases[0], runs, origin, target=target, baselines=references)
     append(output, row)
     typer.echo(_summary(row))
     return 0
 
 
-def _rounds(case: Case, rounds: int) -> list[Run]:
+def _checked(case: Case) -> Run:
+    run = run_case(case)
+    check_losses(run, case.config)
+    return run
+
+
+def _rounds(case: Case, rounds: int, beside: Beside | None) -> list[Run]:
     """Runs of one case, which all compute the same."""
     runs: list[Run] = []
     for _ in range(rounds):
-        run = run_case(case)
+        run = run_case(case, beside)
         check_losses(run, case.config)
         if runs:
             check_same(run, runs[0], case.config.training.dtype, "the first round")
@@ -98,11 +141,51 @@ def _ladder(planned: Sequence[Planned], rounds: int, origin: Origin, output: Pat
 
 
 def _summary(row: Row) -> str:
-    shown = {key: row[key] for key in ("case", "value", "step_s", "peak_gb", "met")}
+    names = ("case", "value", "roof", "step_s", "host_ms", "lead_ms", "peak_gb", "met")
+    shown = {key: row[key] for key in names if key in row}
     return ", ".join(f"{key} {value}" for key, value in shown.items())
 
 
-def _check_options(nproc: int, rounds: int, output: Path, *, one_case_only: object) -> None:
+def _kind(*, ablate: bool, waterfall: bool, bubble: bool) -> str:
+    """What is measured, which is also the name of the file of rows."""
+    asked = {"ladder": ablate, "waterfall": waterfall, "bubble": bubble}
+    kinds = [kind for kind, wanted in asked.items() if wanted]
+    if len(kinds) > 1:
+        raise ConfigError(
+            "of --ablate, --waterfall and --bubble more than one is given; each measures something "
+            "else: give one"
+        )
+    return kinds[0] if kinds else "step"
+
+
+def _check_combination(
+    kind: str,
+    *,
+    target: float | None,
+    baselines: dict[str, float],
+    roof: bool,
+    without_communication: bool,
+    rounds: int,
+) -> None:
+    """Options that mean nothing beside others."""
+    option = {"ladder": "--ablate"}.get(kind, f"--{kind}")
+    if kind != "step" and (target is not None or baselines):
+        raise ConfigError(
+            f"--target or --baseline is given with {option}; they are about the MFU of one case: "
+            "leave them out"
+        )
+    if kind != "step" and roof:
+        raise ConfigError(f"--roof is given with {option}; measure it with one case")
+    if without_communication and kind != "waterfall":
+        raise ConfigError(
+            "--without-communication is given without --waterfall, which it checks; a step without "
+            "communication is good for nothing else"
+        )
+    if kind == "waterfall" and rounds > 1:
+        raise ConfigError(f"--rounds is {rounds} with --waterfall, which is of one run; give 1")
+
+
+def _check_options(nproc: int, rounds: int, output: Path) -> None:
     launcher = rank_environment().launcher
     if launcher != "none":
         raise ConfigError(
@@ -112,10 +195,6 @@ def _check_options(nproc: int, rounds: int, output: Path, *, one_case_only: obje
     for option, value in (("--nproc", nproc), ("--rounds", rounds)):
         if value < 1:
             raise ConfigError(f"{option} is {value}; give 1 or more")
-    if one_case_only:
-        raise ConfigError(
-            "--target or --baseline is given with --ablate; they are about one case: leave them out"
-        )
     if output.is_dir():
         raise ConfigError(f"--output {output} is a folder; name a file that rows are appended to")
     blocked = next((path for path in output.parents if path.exists() and not path.is_dir()), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from megascale.events import Event, Incident, Step, Sums, run_header
 from megascale.topology import Mesh
@@ -31,6 +31,7 @@ peak_tflops = 0.01
 """
 TP2 = "parallelism.tensor_parallel_size=2"
 PP2 = "parallelism.pipeline_parallel_size=2"
+DP2 = Mesh(data=2)
 FIRST_LOSS = math.log(256) + 32 * 0.02**2 / 2
 
 
@@ -69,13 +70,11 @@ def planted_run(
     return Run(steps, [planted_record(rank, len(steps), step_s) for rank in range(2)])
 
 
-def planted_record(
-    rank: int, num_steps: int, step_s: float, *, clock: str = "device"
-) -> RankRecord:
+def planted_record(rank: int, num_steps: int, step_s: float, *, mesh: Mesh = DP2) -> RankRecord:
     """Rank 1 holds 2 GB, rank 0 half; a host launches for 30 ms, 40 on rank 0, 10 of them waiting
     for data, and is done 20 ms before the device, 5 on rank 1. A fifth of the step is waiting."""
     dur_ns = round(step_s * 1e9)
-    events: list[Event] = [run_header(Mesh(data=2), rank, host="here")]
+    events: list[Event] = [run_header(mesh, rank, host="here")]
     for step in range(1, num_steps + 1):
         sums = {"data_wait": 10_000_000, "pp_wait": dur_ns // 10, "world_sums": dur_ns // 10}
         events += [
@@ -89,7 +88,7 @@ def planted_record(
                 step=step,
                 t0_ns=step * dur_ns,
                 dur_ns=dur_ns,
-                clock=cast(Any, clock),
+                clock="device",
                 sampled=False,
                 launch_ns=40_000_000 - 10_000_000 * rank,
                 issued_ns=(step + 1) * dur_ns - (20_000_000, 5_000_000)[rank],

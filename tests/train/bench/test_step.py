@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megascale.train.bench import start
+from megascale.train.bench.beside import Beside
 from megascale.train.bench.case import Case
 from megascale.train.bench.measure import Run
 from tests.train.bench.planted import FIRST_LOSS, PP2, TINY, TP2, planted_run, write_tiny
@@ -58,7 +59,17 @@ REFUSED: dict[str, tuple[list[str], list[str], int, str]] = {
     ),
     "rung": (["model.bias=qkv"], ["--ablate"], 0, "cannot take the rung 'parallel block'"),
     "switch": (["model.block=parallel"], ["--ablate"], 0, "leave it out, or measure one case"),
-    "target": ([], ["--ablate", "--target", "0.5"], 0, "they are about one case: leave them out"),
+    "target": ([], ["--ablate", "--target", "0.5"], 0, "the MFU of one case: leave them out"),
+    "two kinds": ([], ["--ablate", "--bubble"], 0, "more than one is given; each measures"),
+    "roof": ([], ["--waterfall", "--roof"], 0, "--roof is given with --waterfall; measure it with"),
+    "silence": (
+        [],
+        ["--without-communication"],
+        0,
+        "is given without --waterfall, which it checks",
+    ),
+    "turns": ([], ["--waterfall", "--rounds", "2"], 0, "--rounds is 2 with --waterfall, which is"),
+    "no pipeline": ([], ["--bubble"], 0, "only a pipeline has a bubble: set it to 2 or more"),
     "baseline": ([], ["--baseline", "megatron"], 0, "--baseline is 'megatron'; give name=mfu"),
     "folder": ([], ["--output", "DIR"], 0, "is a folder; name a file that rows are appended to"),
     "file": ([], ["--output", "DIR/tiny.toml/rows"], 0, "tiny.toml, which is a file; name another"),
@@ -104,7 +115,7 @@ def _rows(
     """Exit code and rows of the verb whose runs are planted, with these changes."""
     planted = iter(runs)
 
-    def measure(case: Case) -> Run:
+    def measure(case: Case, _beside: Beside | None) -> Run:
         return planted_run(case, **next(planted))
 
     monkeypatch.setattr(start, "run_case", measure)
@@ -220,6 +231,51 @@ def test_one_case_and_a_case_that_fails(tmp_path: Path) -> None:
     assert result.returncode == 2
     assert 'of 2: parallelism.flux is "fused", and this rank computes on cpu' in result.stderr
     assert output.read_text().splitlines() == [line]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+def test_the_waterfall_of_a_pipeline_beside_the_step_without_communication(tmp_path: Path) -> None:
+    write_tiny(tmp_path, TINY.replace("num_layers = 4", "num_layers = 2"))
+    result = _bench(
+        tmp_path, "--nproc", "2", "--set", PP2, "--waterfall", "--without-communication"
+    )
+    assert result.returncode == 0, result.stderr
+    (row,) = tables.read_rows("waterfall", tmp_path / "benchmarks" / "results")
+    assert sum(row["ms"].values()) == pytest.approx(row["step_ms"])
+    assert sum(row["shares"].values()) == pytest.approx(1.0)
+    assert row["value"] == row["shares"]["residual"]
+    assert len(row["ranks_ms"]) == len(row["cross_check"]["ranks"]) == 2
+    assert row["ms"]["bubble"] > 0
+    assert row["details_ms"]["gemm mlp.fc1 backward"] > 0
+    printed = result.stdout.split("\n")
+    assert any(line.startswith("gemm_inefficiency ") for line in printed)
+    assert not (tmp_path / "benchmarks" / "results" / "step.jsonl").exists()
+
+
+@pytest.mark.full
+def test_the_roof_is_measured_before_and_after_the_steps(tmp_path: Path) -> None:
+    write_tiny(tmp_path, TINY.replace("num_layers = 4", "num_layers = 1"))
+    result = _bench(tmp_path, "--roof")
+    assert result.returncode == 0, result.stderr
+    (row,) = tables.read_rows("step", tmp_path / "benchmarks" / "results")
+    assert set(row["roof"]) == {"before", "after"}
+    assert row["baselines"]["roof"] == pytest.approx(statistics.fmean(row["roof"].values()))
+    assert row["baselines"]["roof"] > row["value"], "a step does more than its products"
+
+
+def test_a_rank_of_the_bench_is_not_started_by_hand(
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    recipe = write_tiny(tmp_path)
+    assert run_here(monkeypatch, "bench", "rank", str(recipe), "--silent") == 2
+    assert "start `megascale bench step RECIPE`" in capsys.readouterr().err
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert run_here(monkeypatch, "bench", "rank", str(recipe), "--silent") == 2
+    assert "computes nothing that may be kept: set checkpoint.enable=false" in (
+        capsys.readouterr().err
+    )
 
 
 def test_the_old_way_to_start_it_still_does() -> None:
