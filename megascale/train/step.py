@@ -75,7 +75,7 @@ def train_step(
     sums = _start_world_sums(assembly, wants_stop)
 
     def final(flat: int) -> None:
-        with assembly.span("optimizer", op="norm"):  # it runs while others are being reduced
+        with assembly.span("grad_norm", work="optimizer"):  # while others are being reduced
             assembly.optimizer.gradient_is_final(flat)
 
     zero.finish_gradients(final)

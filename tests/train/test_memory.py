@@ -71,7 +71,7 @@ def _measure_layout(world_size: int, changes: list[str]) -> Measured:
     memory = predict_memory(config, mesh, place.pp_rank)
     chunks = stage_chunks(config, place.pp_rank)
     elements = sum(p.local_elements(mesh.tensor) for chunk in chunks for p in chunk)
-    main_bytes = zero.main_dtype.itemsize
+    main_bytes = zero.buckets[0].gradient.element_size()
     in_flight = 0
     if config.parallelism.zero_stage == 2:
         in_flight = memory.main_gradient_bytes - main_bytes * elements // mesh.data

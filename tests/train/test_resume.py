@@ -156,8 +156,9 @@ class _Late:
 
 def _delay_the_gathers(rank: Loop) -> None:
     zero = rank.assembly.zero
+    pending = zero._gathers._pending
     for bucket in zero.buckets:
-        zero._gathering[bucket.name] = _Late(bucket, zero._gathering[bucket.name])  # type: ignore[assignment]
+        pending[bucket.name] = _Late(bucket, pending[bucket.name])  # type: ignore[assignment]
 
 
 @pytest.mark.full
