@@ -35,7 +35,7 @@ class Layer(nn.Module):
         self.linear = FusedLinear(WIDTH, blocks, True, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(self.norm(x)))
+        return x + torch.tanh(self.linear(self.norm(x, None, "fused")[1]))
 
 
 class Toy(nn.Module):
@@ -59,7 +59,8 @@ class Toy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for name, (path,) in self.units():
-            x = self.get_submodule(path)(self.before_unit(name, x))
+            unit, x = self.get_submodule(path), self.before_unit(name, x)
+            x = unit(x, None, "fused")[1] if isinstance(unit, Norm) else unit(x)
         return x
 
     def units(self) -> list[tuple[str, list[str]]]:
