@@ -83,7 +83,11 @@ DEFAULT_SYSTEMS = (OURS, "megatron", "titan", "titan-none")
 
 @dataclass(frozen=True)
 class Setup:
-    """A line of the table; `step_s` is about what a step takes, for the budget alone."""
+    """A line of the table; `step_s` is about what a step takes, for the budget alone.
+
+    target       the least MFU that megascale should reach
+    over_better  or how many times that of the better peer
+    """
 
     recipe: str
     model: str
@@ -91,6 +95,8 @@ class Setup:
     step_s: float
     steps: int = 8
     num_ranks: int = 2
+    target: float | None = None
+    over_better: float | None = None
 
 
 def _sets(**values: object) -> tuple[str, ...]:
@@ -111,15 +117,19 @@ def _sets(**values: object) -> tuple[str, ...]:
 _WIDE, _7B = "bench-175b-4l.toml", "bench-7b.toml"
 _LLAMA = {"preset": "llama3-8b", "mbs": 1, "gbs": 16, "seq": 8192}
 CASES = {
-    "175b-tp2-mbs1": Setup(_WIDE, "gpt3-175b-4l", _sets(tp=2, mbs=1, gbs=16), 1.7),
-    "175b-tp2-mbs4": Setup(_WIDE, "gpt3-175b-4l", _sets(tp=2, mbs=4, gbs=64), 5.7, steps=6),
-    "175b-128h-tp2-mbs4": Setup(
-        _WIDE, "gpt3-175b-4l-128h", _sets(heads=128, tp=2, mbs=4, gbs=64), 5.8, steps=6
+    "175b-tp2-mbs1": Setup(_WIDE, "gpt3-175b-4l", _sets(tp=2, mbs=1, gbs=16), 1.7, target=0.59),
+    "175b-tp2-mbs4": Setup(
+        _WIDE, "gpt3-175b-4l", _sets(tp=2, mbs=4, gbs=64), 5.7, steps=6, target=0.635
     ),
-    "175b-pp2-mbs1": Setup(_WIDE, "gpt3-175b-4l", _sets(tp=1, pp=2, vp=2, mbs=1, gbs=16), 1.8),
-    "7b-dp2": Setup(_7B, "7b", _sets(mbs=2, gbs=32), 2.7),
-    "llama3-8b-dp2": Setup(_7B, "llama3-8b", _sets(**_LLAMA), 8.0, steps=6),
-    "llama3-8b-tp2": Setup(_7B, "llama3-8b", _sets(tp=2, **_LLAMA), 8.0, steps=6),
+    "175b-128h-tp2-mbs4": Setup(
+        _WIDE, "gpt3-175b-4l-128h", _sets(heads=128, tp=2, mbs=4, gbs=64), 5.8, steps=6, target=0.63
+    ),
+    "175b-pp2-mbs1": Setup(
+        _WIDE, "gpt3-175b-4l", _sets(tp=1, pp=2, vp=2, mbs=1, gbs=16), 1.8, target=0.52
+    ),
+    "7b-dp2": Setup(_7B, "7b", _sets(mbs=2, gbs=32), 2.7, target=0.585),
+    "llama3-8b-dp2": Setup(_7B, "llama3-8b", _sets(**_LLAMA), 8.0, steps=6, over_better=1.15),
+    "llama3-8b-tp2": Setup(_7B, "llama3-8b", _sets(tp=2, **_LLAMA), 8.0, steps=6, over_better=1.15),
 }
 
 

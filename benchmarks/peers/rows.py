@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.peers.cases import OURS, PEERS, Peer
+from benchmarks.peers.cases import OURS, PEERS, Peer, Setup
 from benchmarks.peers.options import llama_block
 from benchmarks.peers.result import Result, timed
 from megascale.train.bench.case import Case
@@ -43,7 +43,11 @@ def stamped(origin: Origin) -> Stamped:
 
 
 def rows_of(
-    case: Case, ours: Sequence[Run], peers: Mapping[str, Sequence[Result]], origin: Origin
+    setup: Setup,
+    case: Case,
+    ours: Sequence[Run],
+    peers: Mapping[str, Sequence[Result]],
+    origin: Origin,
 ) -> tuple[Row | None, list[Row]]:
     """(row of `step`, None where megascale has no run; rows of `peers`, one a system)."""
     now = stamped(origin)
@@ -60,7 +64,10 @@ def rows_of(
         for name, row in found.items()
         if row["value"] is not None
     }
-    step = step_row(case, ours, now, target=None, baselines=baselines)
+    target = setup.target
+    if setup.over_better is not None and baselines:
+        target = setup.over_better * max(baselines.values())
+    step = step_row(case, ours, now, target=target, baselines=baselines)
     return step, [_our_row(case, ours, now.stamp), *rows]
 
 

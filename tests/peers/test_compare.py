@@ -14,10 +14,11 @@ import torch
 
 from benchmarks.peers import compare
 from benchmarks.peers.cases import CASES, PEERS, Peer, Setup, checked_case, peer_command
-from benchmarks.peers.compare import Budget, Found, Runners, main, measure
+from benchmarks.peers.compare import main
 from benchmarks.peers.options import llama_block, shape
 from benchmarks.peers.result import Result, expected_titan_loss
 from benchmarks.peers.runs import Failed, OutOfMemory, run_peer
+from benchmarks.peers.turns import Budget, Found, Runners, measure
 from megascale.errors import ConfigError
 from megascale.train.bench.case import Case
 from megascale.train.bench.measure import Run
@@ -161,6 +162,7 @@ def test_rows_of_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (step,) = steps
     assert step["baselines"] == {"megatron_core": megatron["value"], "torchtitan": titan["value"]}
     assert step["step_s"] == ours["step_s"] == 1.0
+    assert step["target"] == {"op": ">=", "value": 0.585}
     assert step["case"]["model"] == "7b"
     assert step["command"] == (
         "python -m benchmarks.peers.compare 7b-dp2 --steps 6 --set training.device=cpu "
@@ -168,6 +170,14 @@ def test_rows_of_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     )
     keys = {"model", "tp", "pp", "vp", "dp", "mbs", "gbs", "seq", "system", "recompute"}
     assert all(row["case"].keys() == keys for row in peers)
+
+
+def test_a_target_over_the_better_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.peers.rows.peak_tflops", lambda name: (100.0, name))
+    monkeypatch.setitem(CASES, "7b-dp2", replace(CASES["7b-dp2"], target=None, over_better=1.15))
+    _, (step,), _ = compared(tmp_path, Planted(), "--systems", ",".join(SYSTEMS))
+    better = max(step["baselines"].values())
+    assert step["target"]["value"] == pytest.approx(1.15 * better)
 
 
 def test_a_failure_costs_its_baseline_alone(tmp_path: Path) -> None:
