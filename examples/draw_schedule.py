@@ -6,7 +6,8 @@
 
 The arguments: schedule, stages, chunks a stage, micro-batches. A forward takes one unit and a
 backward two, or each half of it one; transfers take none. A digit is a micro-batch (mod 10) in
-forward, a letter one in backward (a is 0), a capital in its weights' half; a dot is idle. It needs no torch: schedules are plain data.
+forward, a letter one in backward (a is 0), a capital in its weights' half; a dot is idle. It needs
+no torch: schedules are plain data.
 """
 
 from __future__ import annotations
