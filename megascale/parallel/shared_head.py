@@ -68,7 +68,7 @@ class SharedHead:
         *,
         span: Span = no_span,
     ) -> None:
-        self._logits, self._loss, self._group, self._span = logits, loss, group, span
+        self.logits, self.loss, self._group, self._span = logits, loss, group, span
         self._last = group.size() - 1
         self.is_last_stage = dist.get_rank(group) == self._last
 
@@ -92,7 +92,7 @@ class SharedHead:
 
     def loss_sum(self, hidden_tD: Tensor, labels_T: Tensor, mask_T: Tensor) -> Tensor:
         """The sum of the masked losses, with gradients of hidden states and own rows."""
-        return self._loss(self._logits(hidden_tD), labels_T, mask_T)
+        return self.loss(self.logits(hidden_tD), labels_T, mask_T)
 
     def sum_gradient(self, gradient_tD: Tensor) -> SummedGradient:
         """Begin to sum what all stages found to the last one; `gradient_tD` is used up."""

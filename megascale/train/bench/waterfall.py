@@ -16,6 +16,7 @@ from typing import Any
 
 from megascale.config import RunConfig
 from megascale.errors import ConfigError
+from megascale.events import Span
 from megascale.plan.actions import PipelineShape
 from megascale.plan.schedules import SCHEDULES
 from megascale.train.bench.beside import Beside
@@ -31,7 +32,7 @@ from megascale.train.waterfall.account import (
     names_of,
     times_of,
 )
-from megascale.train.waterfall.bubble import Compute, idle_ns
+from megascale.train.waterfall.bubble import SPAN_OF, Compute, idle_ns
 
 MOST_RESIDUAL = 0.03
 MARKED = (
@@ -104,7 +105,7 @@ def waterfalls(run: Run, case: Case, peak_tflops: float | None) -> list[Classes]
 def _of_step(record: RankRecord, number: int, bubble_ns: int, peak_tflops: float | None) -> Classes:
     spans, times = record.spans[number], _times(record, number)
     flops: Mapping[str, int] = record.said["waterfall"][0]["gemm_flops"]
-    gemm_flops = sum(flops[str(s.chunk)] for s in spans if s.name == "forward")
+    gemm_flops = sum(flops[str(s.chunk)] for s in spans if s.name in ("forward", "head"))
     alone = record.said.get("alone", [{}])[0].get("operators", {})
     found = corrected(
         times,
@@ -129,19 +130,29 @@ def _idle_ns(config: RunConfig, records: Sequence[RankRecord], own: RankRecord, 
         if (there.tp_rank, there.dp_rank) != (header.tp_rank, header.dp_rank):
             continue
         for span in record.spans[step]:
-            if span.chunk is None or span.micro_batch is None or span.dur_ns == 0:
+            if span.chunk is None or span.micro_batch is None:
                 continue
-            name = span.name
+            name, place, took = span.name, span.chunk, span.dur_ns
             if name == "backward_weight" and not splits:
                 name = "backward"  # joined weight gradients, computed in its place
-            if name in ("forward", "backward", "backward_input", "backward_weight"):
-                key = (name, span.chunk, span.micro_batch)
-                durations[key] = durations.get(key, 0) + span.dur_ns
+            if name == "head":  # a meeting: what it waits inside is none of its work
+                place, took = there.pp_rank, took - _meeting_ns(span, record.spans[step])
+            if name in SPAN_OF.values():
+                key = (name, place, span.micro_batch)
+                durations[key] = durations.get(key, 0) + took
                 num_forwards += name == "forward"
     shape = PipelineShape(
         header.pipeline, par.virtual_pipeline_size, num_forwards // par.num_chunks
     )
-    return idle_ns(par.schedule, shape, durations)[header.pp_rank]
+    idle = idle_ns(par.schedule, shape, durations, shared_head=par.share_head)
+    return idle[header.pp_rank]
+
+
+def _meeting_ns(head: Span, spans: Sequence[Span]) -> int:
+    """What a part of a shared head spends in exchanges with other stages."""
+    end_ns = head.t0_ns + head.dur_ns
+    inside = [s for s in spans if s.work == "pp" and head.t0_ns <= s.t0_ns < end_ns]
+    return sum(s.dur_ns for s in inside)
 
 
 def cross_check(run: Run, silent: Run, classes: Sequence[Classes]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Whatever it waited beyond that in the run was communication.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 
 from megascale.plan.actions import COMPUTES, INPUT_GRADIENTS, Action, ActionKind, PipelineShape
@@ -20,48 +21,96 @@ SPAN_OF = {
     ActionKind.BACKWARD: "backward",
     ActionKind.BACKWARD_INPUT: "backward_input",
     ActionKind.BACKWARD_WEIGHT: "backward_weight",
+    ActionKind.HEAD: "head",
 }
 
 
 def idle_ns(
-    schedule: str, shape: PipelineShape, durations_ns: Mapping[Compute, int]
+    schedule: str,
+    shape: PipelineShape,
+    durations_ns: Mapping[Compute, int],
+    *,
+    shared_head: bool = False,
 ) -> tuple[int, ...]:
     """For each stage: how long it waits until the last stage to finish is done.
 
-    durations_ns  of every compute, by span; one that is absent takes no time (weight gradients that
-                  were computed with those of another micro-batch)
+    durations_ns  of every compute, by span, of a stage's part of a shared head by ("head", stage,
+                  micro-batch); what is absent takes no time (weight gradients that were computed
+                  with those of another micro-batch)
+    shared_head   HEAD is a meeting of all stages: it begins when the last of them is there
     """
-    computes = [
-        [a for a in build_stage(schedule, shape, stage) if a.kind in COMPUTES]
-        for stage in range(shape.stages)
-    ]
-    done: dict[Action, int] = {}
-    free_at, busy, position = [0] * shape.stages, [0] * shape.stages, [0] * shape.stages
-    inputs = next((a.kind for a in computes[0] if a.kind in INPUT_GRADIENTS), ActionKind.BACKWARD)
-    while any(position[s] < len(computes[s]) for s in range(shape.stages)):
+    simulation = _Simulation(schedule, shape, durations_ns, shared_head)
+    simulation.run()
+    end = max(simulation.free_at)
+    return tuple(end - busy for busy in simulation.busy)
+
+
+class _Simulation:
+    """Every stage's list of computes, and how far it is."""
+
+    def __init__(
+        self,
+        schedule: str,
+        shape: PipelineShape,
+        durations_ns: Mapping[Compute, int],
+        shared_head: bool,
+    ) -> None:
+        self.shape, self.shared_head, self._durations = shape, shared_head, durations_ns
+        self._left = [
+            deque(
+                action
+                for action in build_stage(schedule, shape, stage, shared_head=shared_head)
+                if action.kind in COMPUTES
+            )
+            for stage in range(shape.stages)
+        ]
+        kinds = {action.kind for actions in self._left for action in actions}
+        (self._input_gradient,) = kinds & INPUT_GRADIENTS
+        self._done: dict[Action, int] = {}
+        self.free_at, self.busy = [0] * shape.stages, [0] * shape.stages
+
+    def run(self) -> None:
+        while any(self._left):
+            moved = [self._advance(stage) for stage in range(self.shape.stages)]
+            assert any(moved), f"the schedule of {self.shape} does not end"
+
+    def _advance(self, stage: int) -> bool:
+        """Compute as far as what is there allows."""
         moved = False
-        for stage in range(shape.stages):
-            while position[stage] < len(computes[stage]):
-                action = computes[stage][position[stage]]
-                feeds = _feeding(action, shape, inputs)
-                if any(feed not in done for feed in feeds):
-                    break
-                took = durations_ns.get((SPAN_OF[action.kind], action.chunk, action.micro_batch), 0)
-                start = max([free_at[stage], *(done[feed] for feed in feeds)])
-                done[action] = free_at[stage] = start + took
-                busy[stage] += took
-                position[stage] += 1
-                moved = True
-        assert moved, f"{schedule} of {shape} does not end"
-    end = max(free_at)
-    return tuple(end - b for b in busy)
+        while self._left[stage]:
+            action = self._left[stage][0]
+            feeds = self._feeding(action)
+            if any(feed not in self._done for feed in feeds):
+                break
+            ready = max([0, *(self._done[feed] for feed in feeds)])
+            if action.kind is not ActionKind.HEAD:
+                self._compute(stage, action, ready)
+            elif all(left and left[0] == action for left in self._left):
+                ready = max([ready, *self.free_at])
+                for other in range(self.shape.stages):
+                    self._compute(other, action, ready)
+            else:
+                break
+            moved = True
+        return moved
 
+    def _compute(self, stage: int, action: Action, ready_ns: int) -> None:
+        self._left[stage].popleft()
+        place = stage if action.kind is ActionKind.HEAD else action.chunk
+        took = self._durations.get((SPAN_OF[action.kind], place, action.micro_batch), 0)
+        self.free_at[stage] = max(self.free_at[stage], ready_ns) + took
+        self.busy[stage] += took
+        self._done[action] = max(self._done.get(action, 0), self.free_at[stage])
 
-def _feeding(action: Action, shape: PipelineShape, inputs: ActionKind) -> list[Action]:
-    """The computes of other chunks that `action` needs the result of."""
-    chunk, m = action.chunk, action.micro_batch
-    if action.kind is ActionKind.FORWARD and chunk > 0:
-        return [Action(ActionKind.FORWARD, chunk - 1, m)]
-    if action.kind is inputs and chunk < shape.last_chunk:
-        return [Action(inputs, chunk + 1, m)]
-    return []
+    def _feeding(self, action: Action) -> list[Action]:
+        """The computes of other chunks that `action` needs the result of."""
+        chunk, m = action.chunk, action.micro_batch
+        if action.kind is ActionKind.FORWARD and chunk > 0:
+            return [Action(ActionKind.FORWARD, chunk - 1, m)]
+        if action.kind is ActionKind.HEAD:
+            return [Action(ActionKind.FORWARD, self.shape.last_chunk, m)]
+        if action.kind is not self._input_gradient:
+            return []
+        if chunk < self.shape.last_chunk:
+            return [Action(self._input_gradient, chunk + 1, m)]
+        return [Action(ActionKind.HEAD, self.shape.head_chunk, m)] if self.shared_head else []

@@ -30,10 +30,11 @@ from megascale.model.attention import Attention
 from megascale.model.block import ParallelBlock, SerialBlock
 from megascale.model.layers import FusedLinear, Norm, RowPair
 from megascale.model.transformer import Embedding
+from megascale.plan.actions import PipelineShape
 from megascale.telemetry.recorder import OpenSpan, Recorder
 from megascale.train.assemble import Assembly
 
-_PASSES = ("backward", "backward_input", "backward_weight")
+_PASSES = ("backward", "backward_input", "backward_weight", "head")
 
 
 class _Enter(torch.autograd.Function):
@@ -164,18 +165,25 @@ def _differentiable(value: Any) -> bool:
 def attach(probe: Probe, assembly: Assembly) -> dict[str, int]:
     """Bracket everything that the model and the loss compute. The FLOPs of the GEMMs of each chunk
     on this rank, for a micro-batch, forward and backward (recomputation is not counted)."""
-    flops: dict[str, int] = {}
-    training = assembly.config.training
+    program: Any = assembly.program
+    training, par = assembly.config.training, assembly.config.parallelism
     tokens = training.micro_batch_size * training.seq_len
-    for number, chunk in assembly.chunks.items():
+    parts: dict[int, nn.Module] = dict(assembly.chunks)
+    if program.shared_head is None:
+        program.loss = probe.bracketed(program.loss, "elementwise", "cross_entropy")
+    else:
+        head = program.shared_head
+        shape = PipelineShape(par.pipeline_parallel_size, par.virtual_pipeline_size, 1)
+        parts[shape.head_chunk] = head.logits
+        head.loss = probe.bracketed(head.loss, "elementwise", "cross_entropy")
+    flops: dict[str, int] = {}
+    for number, part in parts.items():
         weights = 0
-        for path, module in chunk.named_modules():
+        for path, module in part.named_modules():
             _attach(probe, module, kind_of(path))
             if isinstance(module, FusedLinear | RowPair):
                 weights += sum(w.numel() for w in module.parameters(recurse=False) if w.dim() > 1)
         flops[str(number)] = 6 * tokens * weights
-    program: Any = assembly.program
-    program.loss = probe.bracketed(program.loss, "elementwise", "cross_entropy")
     return flops
 
 

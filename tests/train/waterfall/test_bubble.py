@@ -47,3 +47,15 @@ def test_a_slow_stage_makes_the_others_wait() -> None:
     first, last = idle_ns("1f1b", shape, slow)
     assert last == 30, "the first forward and the last backward of the other"
     assert first == 30 + 4 * 30, "and what it computes less"
+
+
+def test_a_shared_head_is_a_meeting_of_all_stages() -> None:
+    shape = PipelineShape(2, 2, 8)
+    name = "interleaved_1f1b"
+    durations = _durations(name, shape, forward=10, backward=20)
+    heads = {("head", stage, m): 6 for stage in (0, 1) for m in range(8)}
+    without = idle_ns(name, shape, durations)
+    met = idle_ns(name, shape, durations | heads, shared_head=True)
+    assert max(met) < 2 * max(without), "nobody waits long at a meeting"
+    late = idle_ns(name, shape, durations | {**heads, ("head", 1, 3): 66}, shared_head=True)
+    assert late[0] >= met[0] + 50, "the other stage waits for the one that is late"

@@ -28,6 +28,13 @@ LAYOUTS = {
     "tp2": (2, ["parallelism.tensor_parallel_size=2"]),
     "pp2": (2, ["parallelism.pipeline_parallel_size=2"]),
     "dp2": (2, []),
+    "shared": (
+        2,
+        [
+            *("parallelism.pipeline_parallel_size=2", "parallelism.virtual_pipeline_size=2"),
+            *("parallelism.share_head=true", "parallelism.pipeline_schedule=interleaved_zb"),
+        ],
+    ),
 }
 NUM_STEPS = 5
 
@@ -78,7 +85,7 @@ def test_every_operator_is_marked_and_classes_are_the_step(layout: str) -> None:
         spans = [s for s in one.events if isinstance(s, Span) and s.step == 3]
         counts = Counter((s.op, s.name) for s in spans if s.name.startswith("op_"))
         for key in ("attn.qkv", "attn.o", "mlp.fc1", "mlp.fc2", "attn.core", "norm1", "layer"):
-            layers = 2 if layout == "pp2" else 4
+            layers = 2 if layout in ("pp2", "shared") else 4
             micro_batches = 2 if layout == "dp2" else 4
             assert counts[key, "op_forward"] == layers * micro_batches, key
             assert counts[key, "op_backward"] == layers * micro_batches, key
@@ -90,7 +97,7 @@ def test_every_operator_is_marked_and_classes_are_the_step(layout: str) -> None:
         assert sum(classes.values()) == pytest.approx(window)
         assert all(ms >= 0 for ms in classes.values())
         assert classes["gemm_ideal"] > 0
-        axes = {"tp": layout == "tp2", "dp": layout == "dp2", "bubble": layout == "pp2"}
+        axes = {"tp": layout == "tp2", "dp": layout == "dp2", "bubble": layout in ("pp2", "shared")}
         for axis, there in axes.items():
             assert (classes[axis] > 0.05 * window / 10) or not there, (axis, classes)
             assert there or classes[axis] < 0.01 * window, (axis, classes)
