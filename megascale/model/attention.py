@@ -17,39 +17,27 @@ from megascale.model.context import ForwardContext
 from megascale.model.layers import FusedLinear, Norm
 from megascale.model.recompute import checkpointed
 from megascale.ops.attention import AttentionDropout, attention
+from megascale.ops.column_split import Part
 from megascale.ops.compiled import compiled_on_cuda
+from megascale.ops.heads import Table, heads, split_heads
 from megascale.ops.random import stream_key
 from megascale.ops.rope import rope_table, rotate
 
 
-def split_heads(
-    qkv_Tn: Tensor, seq_len: int, head_dim: int, queries_per_kv: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Views q `[B, S, K, H]`, k and v `[B, S, G, H]` of the fused projection `[T, (K + 2G) H]`."""
-    heads = qkv_Tn.view(-1, seq_len, qkv_Tn.shape[-1] // head_dim, head_dim)
-    kv_heads = heads.shape[2] // (queries_per_kv + 2)
-    q, k, v = torch.split(heads, [queries_per_kv * kv_heads, kv_heads, kv_heads], dim=2)
-    return q, k, v
-
-
 @compiled_on_cuda
-def _normed_rotated_heads(
+def _normed_heads(
     qkv_Tn: Tensor,
-    norm_weights: tuple[Tensor, Tensor] | None,
+    norm_weights: tuple[Tensor, Tensor],
     eps: float,
-    rope: tuple[Tensor, Tensor] | None,
+    rope: Table | None,
     seq_len: int,
     head_dim: int,
     queries_per_kv: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`split_heads`, then QK-norm and rotation, in one pass.
-
-    v is copied so that the attention's saved tensors do not keep the whole fused tensor alive.
-    """
+    """`heads_reference` with QK-norm before the rotation, as one chain."""
     q, k, v = split_heads(qkv_Tn, seq_len, head_dim, queries_per_kv)
-    if norm_weights is not None:
-        q = F.rms_norm(q, (head_dim,), norm_weights[0], eps)
-        k = F.rms_norm(k, (head_dim,), norm_weights[1], eps)
+    q = F.rms_norm(q, (head_dim,), norm_weights[0], eps)
+    k = F.rms_norm(k, (head_dim,), norm_weights[1], eps)
     if rope is not None:
         q, k = rotate(q, *rope), rotate(k, *rope)
     return q, k, v.contiguous()
@@ -72,12 +60,19 @@ class Attention(nn.Module):
             self.q_norm = Norm(f"{name}.q_norm", "rmsnorm", size, eps, device, dtype)
             self.k_norm = Norm(f"{name}.k_norm", "rmsnorm", size, eps, device, dtype)
 
-    def core(self, qkv_Tn: Tensor, ctx: ForwardContext, cache: KeyValueCache | None) -> Tensor:
-        """Fused projection `[T, n]` to the attended values `[T, k]`."""
+    def core(
+        self,
+        qkv_Tn: Tensor,
+        ctx: ForwardContext,
+        cache: KeyValueCache | None,
+        part: Part | None = None,
+    ) -> Tensor:
+        """Fused projection `[T, n]`, or that `part` of a wider one, to the attended values
+        `[T, k]`."""
         dropout = self._dropout(qkv_Tn, ctx)
         if dropout is not None and ctx.recompute == "selective":
-            return checkpointed(self._attend, qkv_Tn, ctx, cache, dropout)
-        return self._attend(qkv_Tn, ctx, cache, dropout)
+            return checkpointed(self._attend, qkv_Tn, ctx, cache, dropout, part)
+        return self._attend(qkv_Tn, ctx, cache, dropout, part)
 
     def _attend(
         self,
@@ -85,8 +80,9 @@ class Attention(nn.Module):
         ctx: ForwardContext,
         cache: KeyValueCache | None,
         dropout: AttentionDropout | None,
+        part: Part | None,
     ) -> Tensor:
-        q, k, v = self._heads(qkv_Tn, ctx, 0 if cache is None else cache.length)
+        q, k, v = self._heads(qkv_Tn, ctx, 0 if cache is None else cache.length, part)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         y_BSKH = attention(
@@ -95,30 +91,21 @@ class Attention(nn.Module):
         return y_BSKH.reshape(qkv_Tn.shape[0], -1)
 
     def _heads(
-        self, qkv_Tn: Tensor, ctx: ForwardContext, start: int
+        self, qkv_Tn: Tensor, ctx: ForwardContext, start: int, part: Part | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         cfg, seq_len = self.cfg, ctx.seq_len
         head_dim, queries_per_kv = cfg.dim_per_head, cfg.num_heads // cfg.kv_heads
-        rope = norm_weights = None
+        shape = (seq_len, head_dim, queries_per_kv)
+        rope = None
         if cfg.position == "rope":
             dtype, device = qkv_Tn.dtype, qkv_Tn.device
             stop = start + seq_len
             table = rope_table(stop, head_dim, cfg.rope_theta, cfg.rope_scaling, dtype, device)
             rope = (table[0][start:], table[1][start:])
-        if self.q_norm is not None and self.k_norm is not None:
-            norm_weights = (self.q_norm.weight, self.k_norm.weight)
-        if rope is None and norm_weights is None:
-            return split_heads(qkv_Tn, seq_len, head_dim, queries_per_kv)
-        return _normed_rotated_heads(
-            ctx.operators,
-            qkv_Tn,
-            norm_weights,
-            cfg.norm_eps,
-            rope,
-            seq_len,
-            head_dim,
-            queries_per_kv,
-        )
+        if self.q_norm is None or self.k_norm is None:
+            return heads(qkv_Tn, *shape, rope, ctx.operators, part)
+        weights = (self.q_norm.weight, self.k_norm.weight)
+        return _normed_heads(ctx.operators, qkv_Tn, weights, cfg.norm_eps, rope, *shape)
 
     def _dropout(self, qkv_Tn: Tensor, ctx: ForwardContext) -> AttentionDropout | None:
         """A probability's row is (global token number, global head)."""

@@ -158,9 +158,9 @@ class ParallelBlock(Block):
         x_tD, normed_tD = self.norm1(x_tD, branch_tD, ctx.operators)
         joined_Tn = self.in_proj(normed_tD)
         sizes = (3, len(self.in_proj.blocks) - 3)
-        (qkv_Tn, h_Tf), (_, part) = self.in_proj.split(joined_Tn, sizes)
-        attended_Tk = self.attn.core(qkv_Tn, ctx, cache)
-        a_Tf, saving = activate(self.activation, h_Tf, None, ctx, part)
+        (qkv_Tn, h_Tf), (qkv_part, h_part) = self.in_proj.split(joined_Tn, sizes)
+        attended_Tk = self.attn.core(qkv_Tn, ctx, cache, qkv_part)
+        a_Tf, saving = activate(self.activation, h_Tf, None, ctx, h_part)
         with saving:
             y_tD = self.out_proj(attended_Tk, a_Tf)
         return x_tD, hidden_dropout(y_tD, self.dropout, ctx, f"{self.name}.dropout")

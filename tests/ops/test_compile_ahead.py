@@ -110,3 +110,23 @@ def test_cross_entropy() -> None:
     types |= {"scale_ptr": "*fp32:16", "num_columns": WIDE, "row_stride": WIDE}
     types |= {"num_valid": "i32", "vocab_start": "i32", "num_blocks": "i32"}
     fits(gradient_kernel, types, {"BLOCK": BLOCK}, NUM_WARPS)
+
+
+@pytest.mark.parametrize("head_dim", [80, 128])
+@pytest.mark.parametrize("table", ["*fp32:16", "None"])
+def test_heads(table: str, head_dim: int) -> None:
+    import triton
+
+    from megascale.ops.heads.kernel import join_heads_kernel
+    from megascale.ops.heads.launch import TOKENS
+
+    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16:16")
+    types |= {"cos_ptr": table, "sin_ptr": table, "out_row_stride": WIDE}
+    types |= dict.fromkeys(("num_tokens", "seq_len", "num_q", "num_kv"), "i32")
+    types |= dict.fromkeys(("heads_each", "num_blocks"), "i32")
+    axes = ("batch", "token", "head")
+    types |= {f"{name}_{axis}_stride": WIDE for name in "qkv" for axis in axes}
+    width = head_dim if table == "None" else head_dim // 2
+    constants = {"HEAD": head_dim, "WIDTH": triton.next_power_of_2(width), "TOKENS": TOKENS}
+    for back in (False, True):
+        fits(join_heads_kernel, types, {**constants, "BACK": back})
