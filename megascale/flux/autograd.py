@@ -50,6 +50,7 @@ class TensorOps:
     """The operators of one group, with equal settings, and where spans of their calls go.
 
     span       `span(name, group="tensor")` gives a context manager around a call
+    detail     the same for the parts of a backward: for who wants to see their order
     operators  the form of what runs beside the GEMMs: the sum of a bias gradient (`ops/mode.py`)
     """
 
@@ -58,6 +59,7 @@ class TensorOps:
     gemm_all_reduce: GemmAllReduce
     span: Callable[..., AbstractContextManager[Any]] = _no_span
     operators: OperatorMode = "fused"
+    detail: Callable[..., AbstractContextManager[Any]] = _no_span
 
     @classmethod
     def of(
@@ -104,9 +106,13 @@ class _Column(torch.autograd.Function):
             needs_weight = not defer_product(ctx.weight, grad_To, late)
         with ops.span("tp_column_backward", group="tensor"):
             if needs_weight:  # under the input gradient's GEMM
-                gathered = ops.all_gather_gemm.start_all_gather(x_tI, ctx.num_rows)
+                with ops.detail("tp_post", op="all_gather"):
+                    gathered = ops.all_gather_gemm.start_all_gather(x_tI, ctx.num_rows)
             if needs_x:  # the reference's transfer: under the weight gradient's
-                reduced = ops.gemm_reduce_scatter.start(grad_To, ctx.weight, weight_layout="KN")
+                with ops.detail("tp_gemm", op="input_gradient"):
+                    reduced = ops.gemm_reduce_scatter.start(
+                        grad_To, ctx.weight, weight_layout="KN"
+                    )
             if needs_weight:
                 grad_weight = accumulate_weight_gradient(ctx.weight, grad_To, kept(gathered()))
             if needs_bias:

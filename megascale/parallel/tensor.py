@@ -37,13 +37,17 @@ VOCAB_MULTIPLE = 64  # rows a rank: keeps the head's GEMM aligned; padding is ma
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The group of this rank, where spans go, and the operators (without: in reference form)."""
+    """The group of this rank, where spans go, and the operators (without: in reference form).
+
+    detail  where spans of the parts of an operator's backward go
+    """
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
     span: Span = no_span
     ops: TensorOps | None = None
+    detail: Span = no_span
 
 
 @dataclass
@@ -75,7 +79,8 @@ Operators = dict[tuple[str, Placement], Callable[..., Tensor]]
 
 def linear_operators(tp: TensorParallel) -> Operators:
     """The operators of linear modules by (`op_kind` of the module, placement)."""
-    ops = replace(tp.ops or TensorOps.of(tp.group, mode="reference"), span=tp.span)
+    ops = tp.ops or TensorOps.of(tp.group, mode="reference")
+    ops = replace(ops, span=tp.span, detail=tp.detail)
 
     def bind(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *tensors: function(*tensors, ops)

@@ -82,9 +82,17 @@ def main_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def assemble(
-    config: RunConfig, mesh: Mesh, device: torch.device, *, span: Span = no_span
+    config: RunConfig,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    span: Span = no_span,
+    detail: Span = no_span,
 ) -> Assembly:
-    """Build everything of this rank; parameters hold their initial values, gathered."""
+    """Build everything of this rank; parameters hold their initial values, gathered.
+
+    detail  `span` where the parts of operators are to be seen too
+    """
     par, dtype = config.parallelism, DTYPES[config.training.dtype]
     tied_over_stages = config.model.tie_embeddings and mesh.pipeline > 1
     groups = create_groups(
@@ -98,7 +106,7 @@ def assemble(
         logger.info("process groups created: %s", times)
     place = groups.coordinates
     ops = replace(tensor_operators(par, groups, device), operators=config.operators.mode)
-    tp = TensorParallel(groups.tensor, place.tp_rank, mesh.tensor, span, ops)
+    tp = TensorParallel(groups.tensor, place.tp_rank, mesh.tensor, span, ops, detail)
     layers = split_layers(config.model.num_layers, par.num_chunks)
     chunks: dict[int, TransformerChunk] = {}
     sharded: list[tuple[list[str], list[StoredParameter]]] = []

@@ -13,6 +13,7 @@ from megascale.config import RunConfig
 from megascale.env import RankEnvironment, switch_multicast_off
 from megascale.errors import ConfigError, LaunchError
 from megascale.parallel.groups import initialise_world
+from megascale.parallel.spans import no_span
 from megascale.telemetry.hooks import Hook
 from megascale.telemetry.recorder import Recorder
 from megascale.topology import Mesh
@@ -69,7 +70,8 @@ def run_rank(
                 probe = Probe(recorder) if config.telemetry.waterfall else None
                 with recorder.span("init", host=True):
                     span = recorder.span if probe is None else probe.span
-                    assembly = assemble(config, mesh, device, span=span)
+                    detail = no_span if probe is None else probe.span
+                    assembly = assemble(config, mesh, device, span=span, detail=detail)
                 if probe is not None:
                     recorder.incident("waterfall", gemm_flops=attach(probe, assembly))
                 with around(Ready(assembly, recorder, probe)):

@@ -19,6 +19,7 @@ from megascale.errors import ConfigError
 from megascale.events import Span
 from megascale.plan.actions import PipelineShape
 from megascale.plan.schedules import SCHEDULES
+from megascale.telemetry.overlap import travelling
 from megascale.train.bench.beside import Beside
 from megascale.train.bench.case import Case
 from megascale.train.bench.measure import Run, check_losses
@@ -28,7 +29,6 @@ from megascale.train.waterfall.account import (
     CLASSES,
     StepTimes,
     corrected,
-    in_flight,
     names_of,
     times_of,
 )
@@ -111,7 +111,7 @@ def _of_step(record: RankRecord, number: int, bubble_ns: int, peak_tflops: float
         times,
         gemm_ideal_ns=gemm_flops / peak_tflops / 1e3 if peak_tflops else 0.0,
         alone_ns=alone,
-        travelling=in_flight([*record.spans.get(number - 1, ()), *spans]),
+        travelling=travelling([*record.spans.get(number - 1, ()), *spans]),
         bubble_ns=bubble_ns,
     )
     return {name: ns / 1e6 for name, ns in found.items()}

@@ -166,22 +166,6 @@ def exposed_tp_ns(
     return max(above, 0)
 
 
-def in_flight(spans: Iterable[Span]) -> list[tuple[int, int]]:
-    """When gradients or parameters travel between data ranks: from the begin of what is posted to
-    the end of what waits for it."""
-    posted: dict[tuple[str, str | None], int] = {}
-    found = []
-    for span in sorted(spans, key=lambda s: s.t0_ns):
-        if span.name not in ("grad_sync", "param_gather"):
-            continue
-        if span.op in ("finish", "wait"):
-            ended = [k for k in posted if k[0] == span.name and span.bucket in (None, k[1])]
-            found += [(posted.pop(k), span.t0_ns + span.dur_ns) for k in ended]
-        elif span.op is not None:
-            posted.setdefault((span.name, span.bucket), span.t0_ns)
-    return found
-
-
 def slowed_ns(times: StepTimes, travelling: Sequence[tuple[int, int]]) -> dict[str, int]:
     """By class of compute: what operators take longer while something travels."""
     beside: dict[Key, list[int]] = defaultdict(list)

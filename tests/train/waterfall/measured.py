@@ -96,7 +96,7 @@ def run_marked(
     recorder._host_clock = clock  # of waiting for data
     probe = Probe(recorder)
     span = probe.span if marks else recorder.span
-    assembly = assemble(config, mesh, torch.device("cpu"), span=span)
+    assembly = assemble(config, mesh, torch.device("cpu"), span=span, detail=span)
     delay = Delay(seconds, clock)
     if delayed is not None:
         _delay(delay, delayed, assembly, rank)

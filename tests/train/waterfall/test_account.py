@@ -14,7 +14,6 @@ from megascale.train.waterfall.account import (
     StepTimes,
     corrected,
     exposed_tp_ns,
-    in_flight,
     names_of,
     slowed_ns,
     times_of,
@@ -107,19 +106,6 @@ def test_what_a_linear_takes_above_the_same_gemm_alone_is_exposed() -> None:
     assert (found["tp"], found["gemm_ideal"], found["gemm_inefficiency"]) == (80, 200, 90)
     faster = {"qkv": {"op_backward": 300}}
     assert exposed_tp_ns(times.by_key(), faster) == 0, "noise is not a gain"
-
-
-def test_what_is_in_flight_between_data_ranks() -> None:
-    spans = [
-        span("param_gather", 10, 12, op="all_gather", bucket="a"),
-        span("param_gather", 12, 14, op="all_gather", bucket="b"),
-        span("param_gather", 20, 25, op="wait", bucket="a"),
-        span("param_gather", 40, 44, op="wait", bucket="b"),
-        span("grad_sync", 60, 61, op="reduce_scatter", bucket="b"),
-        span("grad_sync", 70, 71, op="reduce_scatter", bucket="a"),
-        span("grad_sync", 80, 95, op="finish"),
-    ]
-    assert in_flight(spans) == [(10, 25), (12, 44), (60, 95), (70, 95)]
 
 
 def test_operators_beside_a_transfer_are_compared_with_those_apart() -> None:
