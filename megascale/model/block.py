@@ -76,25 +76,18 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module, ABC):
-    """A layer: hidden states to hidden states."""
+    """A layer: hidden states to hidden states, the sum at its end left open."""
 
     @abstractmethod
-    def branches(
+    def forward(
         self,
         x_tD: Tensor,
-        branch_tD: Tensor | None,
         ctx: ForwardContext,
-        cache: KeyValueCache | None,
+        cache: KeyValueCache | None = None,
+        branch_tD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The layer on x + branch, with its own last sum left to whoever reads the result: (stream,
-        branch). The next layer's first norm takes both in the pass that it makes anyway.
-        """
-
-    def forward(
-        self, x_tD: Tensor, ctx: ForwardContext, cache: KeyValueCache | None = None
-    ) -> Tensor:
-        x_tD, branch_tD = self.branches(x_tD, None, ctx, cache)
-        return x_tD + branch_tD
+        """The layer on x + branch, as (stream, branch) whose sum is the result: the next layer's
+        first norm adds them in the pass that it makes anyway (`ops/norm`)."""
 
 
 class SerialBlock(Block):
@@ -111,12 +104,12 @@ class SerialBlock(Block):
         self.norm2 = Norm(f"{self.name}.norm2", *norm)
         self.mlp = Mlp(cfg, layer, device, dtype)
 
-    def branches(
+    def forward(
         self,
         x_tD: Tensor,
-        branch_tD: Tensor | None,
         ctx: ForwardContext,
-        cache: KeyValueCache | None,
+        cache: KeyValueCache | None = None,
+        branch_tD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         x_tD, normed_tD = self.norm1(x_tD, branch_tD, ctx.operators)
         y_tD = self.attn(normed_tD, ctx, cache)
@@ -148,12 +141,12 @@ class ParallelBlock(Block):
         attn_out, mlp_out = f"{self.name}.attn.o", f"{self.name}.mlp.fc2"
         self.out_proj = RowPair(attn_out, inner, mlp_out, cfg.ffn_size, hidden, bias, device, dtype)
 
-    def branches(
+    def forward(
         self,
         x_tD: Tensor,
-        branch_tD: Tensor | None,
         ctx: ForwardContext,
-        cache: KeyValueCache | None,
+        cache: KeyValueCache | None = None,
+        branch_tD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         x_tD, normed_tD = self.norm1(x_tD, branch_tD, ctx.operators)
         joined_Tn = self.in_proj(normed_tD)

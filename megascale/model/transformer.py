@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megascale.config import ModelConfig
 from megascale.errors import ConfigError
-from megascale.model.block import BLOCKS, Block, hidden_dropout
+from megascale.model.block import BLOCKS, hidden_dropout
 from megascale.model.cache import KeyValueCache
 from megascale.model.context import ForwardContext
 from megascale.model.layers import FusedLinear, Norm, VocabEmbedding
@@ -44,6 +44,13 @@ class Embedding(nn.Module):
         if self.positions is not None:
             x_tD = x_tD + self.positions(ctx.positions_t)
         return hidden_dropout(x_tD, self.dropout, ctx, "embed.dropout")
+
+
+def _summed(
+    layer: nn.Module, x_tD: Tensor, ctx: ForwardContext, cache: KeyValueCache | None
+) -> Tensor:
+    x_tD, branch_tD = layer(x_tD, ctx, cache)
+    return x_tD + branch_tD
 
 
 class TransformerChunk(nn.Module):
@@ -95,11 +102,10 @@ class TransformerChunk(nn.Module):
         branch: Tensor | None = None  # what the stream x lacks: the next norm adds it
         for number, layer in self.layers.items():
             x = self.before_unit(f"layers.{number}", x)
-            if full_recompute:
-                x = checkpointed(layer, x, ctx, cache)
+            if full_recompute:  # keeps one tensor a layer, so the layer ends with its sum
+                x = checkpointed(_summed, layer, x, ctx, cache)
             else:
-                assert isinstance(layer, Block), type(layer)
-                x, branch = layer.branches(x, branch, ctx, cache)
+                x, branch = layer(x, ctx, cache, branch)
         if self.final_norm is not None:
             _, x = self.final_norm(self.before_unit("head", x), branch, ctx.operators)
             x = x if self.head is None else self.head(x)

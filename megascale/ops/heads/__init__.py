@@ -102,6 +102,7 @@ def heads_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same, an operation each."""
     q, k, v = split_heads(qkv_Tn, seq_len, head_dim, queries_per_kv)
-    if rope is not None:
-        q, k = rotate(q, *rope), rotate(k, *rope)
-    return q, k, v.contiguous()
+    if rope is None:
+        return q, k, v
+    # v is copied so that what attention keeps does not keep the whole projection
+    return rotate(q, *rope), rotate(k, *rope), v.contiguous()
