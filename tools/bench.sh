@@ -5,7 +5,7 @@
 # Targets of `step`: within 10 % of Megatron-Core 0.19.2 on the same machine, same shapes, batch and layout (no
 # recomputation, distributed optimizer, fp32 gradients), which is the baseline of each row.
 # COMMIT names the commit in a copy of the tree that has no repository. LADDER=1 climbs MegaScale's ladder too,
-# which is a run for each rung.
+# which is a run for each rung, and WATERFALL=1 measures where the time of these steps goes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -24,7 +24,7 @@ step() { # GPUs, model, target, Megatron-Core's MFU, recipe, further settings
     fi
     for setting in "$@"; do settings+=(--set "$setting"); done
     "$python" -m megascale bench step "$recipe" --nproc "$ranks" --model "$model" "${settings[@]}" \
-        --target "$target" --baseline "megatron_core=$megatron" ${COMMIT:+--commit "$COMMIT"}
+        --roof --target "$target" --baseline "megatron_core=$megatron" ${COMMIT:+--commit "$COMMIT"}
 }
 
 wide=recipes/bench-175b-4l.toml
@@ -40,21 +40,36 @@ if [ "$gpus" -ge 2 ]; then
     "$python" -m megascale bench flux ${COMMIT:+--commit "$COMMIT"}
 fi
 
-ladder() { # GPUs, recipe, further settings
-    local ranks=$1 recipe=$2 settings=()
-    shift 2
+kind() { # flags, GPUs, model, recipe, further settings
+    local flags=$1 ranks=$2 model=$3 recipe=$4 settings=()
+    shift 4
     if [ "$gpus" -lt "$ranks" ]; then
-        echo "skipped: the ladder on $recipe $* needs $ranks GPUs, found $gpus"
+        echo "skipped: $flags on $recipe $* needs $ranks GPUs, found $gpus"
         return
     fi
     for setting in "$@"; do settings+=(--set "$setting"); done
-    "$python" -m megascale bench step "$recipe" --nproc "$ranks" --ablate --rounds 2 --model gpt3-175b-4l \
+    # shellcheck disable=SC2086 # flags are words
+    "$python" -m megascale bench step "$recipe" --nproc "$ranks" $flags --model "$model" \
         "${settings[@]}" ${COMMIT:+--commit "$COMMIT"}
 }
 
+pipeline=(parallelism.tensor_parallel_size=1 parallelism.pipeline_parallel_size=2
+    parallelism.virtual_pipeline_size=2)
+
 if [ -n "${LADDER:-}" ]; then
-    ladder 2 $wide
-    ladder 2 $wide parallelism.tensor_parallel_size=1 parallelism.pipeline_parallel_size=2 \
+    kind "--ablate --rounds 2" 2 gpt3-175b-4l $wide
+    kind "--ablate --rounds 2" 2 gpt3-175b-4l $wide "${pipeline[@]}"
+    kind "--ablate --rounds 2" 2 7b recipes/bench-7b.toml
+    kind "--ablate --rounds 2" 4 gpt3-175b-4l $wide parallelism.pipeline_parallel_size=2 \
         parallelism.virtual_pipeline_size=2
-    ladder 4 $wide parallelism.pipeline_parallel_size=2 parallelism.virtual_pipeline_size=2
+fi
+
+if [ -n "${WATERFALL:-}" ]; then
+    for case in "$wide" "$wide ${pipeline[*]}" recipes/bench-7b.toml; do
+        model=gpt3-175b-4l
+        [ "$case" = recipes/bench-7b.toml ] && model=7b
+        # shellcheck disable=SC2086 # a recipe and settings
+        kind "--waterfall --without-communication" 2 $model $case
+    done
+    kind --bubble 2 gpt3-175b-4l $wide "${pipeline[@]}"
 fi

@@ -81,8 +81,9 @@ def render(spec: str, folder: Path = RESULTS) -> str:
 
 def _columns(rows: list[Row], shown: list[str]) -> tuple[str, dict[str, list[str]]]:
     """The sentence of what is the same in all rows, and the columns of the rest, by name."""
+    keys = dict.fromkeys(key for row in rows for key in row["case"])  # older rows may lack some
     described = {
-        **{key: [str(row["case"].get(key, "")) for row in rows] for key in rows[0]["case"]},
+        **{key: [str(row["case"].get(key, "")) for row in rows] for key in keys},
         "metric": [row["metric"] for row in rows],
         "device": [_device(row) for row in rows],
         "commit": [row["commit"][:9] for row in rows],

@@ -107,3 +107,13 @@ def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str, complaint: st
 
 def test_every_page_is_up_to_date() -> None:
     assert update(tables.PAGES, "table", tables.render, check=True) == 0
+
+
+def test_a_key_that_older_rows_lack_has_its_column(tmp_path: Path) -> None:
+    rows = [_row(), _row(case={"model": "7b", "tp": 1, "flux": "fused"})]
+    (tmp_path / "step.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "| flux | value |" in (text := tables.render("step", tmp_path))
+    assert [line[:12] for line in text.splitlines() if "0.5**" in line] == [
+        "|  | **0.5**",
+        "| fused | **",
+    ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -27,6 +27,8 @@ from megascale.train.waterfall.silence import silenced
 
 WARM_UP_TURNS = 5
 TURNS = 20
+Points = tuple[Any, Any]
+"""Begin and end, whose difference is ns."""
 Times = dict[str, dict[str, int]]
 """{operator: {"op_forward" or "op_backward": ns}}."""
 
@@ -45,21 +47,23 @@ def alone_ns(
     if assembly.groups.tensor is None:
         return {}
     runs = {key: _Run(sample) for key, sample in sorted(probe.samples.items())}
-    found: dict[str, dict[str, list[int]]] = {
+    found: dict[str, dict[str, list[Points]]] = {
         key: {"op_forward": [], "op_backward": []} for key in runs
     }
-    timer = timer or _timer(assembly.device)
+    timer, defers = timer or _timer(assembly.device), _defers(assembly)
     with _without_communication(assembly):
-        for turn in range(WARM_UP_TURNS + turns):
+        for _ in range(WARM_UP_TURNS + turns):  # no time is read in between: the device never idles
             for key, run in runs.items():
-                times = run.once(timer, defers=_defers(assembly))
-                if turn >= WARM_UP_TURNS:
-                    for name, reading in times.items():
-                        found[key][name].append(reading)
+                for name, points in run.once(timer, defers=defers).items():
+                    found[key][name].append(points)
     return {
-        key: {name: round(statistics.median(values)) for name, values in of_key.items()}
+        key: {name: _median_ns(points[WARM_UP_TURNS:]) for name, points in of_key.items()}
         for key, of_key in found.items()
     }
+
+
+def _median_ns(points: Sequence[Points]) -> int:
+    return round(statistics.median(end - begin for begin, end in points))
 
 
 def _defers(assembly: Assembly) -> bool:
@@ -89,7 +93,7 @@ class _Run:
         self._inputs = [self._given[i] for i in sample.inputs]
         self._gradient: Tensor | None = None
 
-    def once(self, timer: Callable[[], Any], *, defers: bool) -> Mapping[str, int]:
+    def once(self, timer: Callable[[], Any], *, defers: bool) -> Mapping[str, Points]:
         begin = timer()
         y = self._call(*self._given)
         middle = timer()
@@ -101,7 +105,7 @@ class _Run:
             end = timer()
         for x in self._inputs:
             x.grad = None
-        return {"op_forward": middle - begin, "op_backward": end - before_backward}
+        return {"op_forward": (begin, middle), "op_backward": (before_backward, end)}
 
 
 def _timer(device: torch.device) -> Callable[[], Any]:
