@@ -13,6 +13,7 @@ from megascale.ops.attention import attention, attention_reference
 from megascale.ops.cross_entropy import cross_entropy, cross_entropy_reference
 from megascale.ops.embedding import embedding
 from megascale.ops.linear import linear
+from megascale.ops.mode import OperatorMode
 from megascale.ops.random import bits, dropout, fill_normal_, normal
 from megascale.shards import Box
 from tests.model.builders import build, random_tokens, tiny
@@ -50,12 +51,16 @@ def test_counters_give_the_same_bits_on_every_device() -> None:
 @pytest.mark.parametrize("window", [None, 100, 128, 1])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("seq_len", [512, 200])
-def test_attention_and_gradients(window: int | None, kv_heads: int, seq_len: int) -> None:
+@pytest.mark.parametrize("mode", ["fused", "plain"])
+def test_attention_and_gradients(
+    window: int | None, kv_heads: int, seq_len: int, mode: OperatorMode
+) -> None:
     shapes = [(2, seq_len, heads, 64) for heads in (4, kv_heads, kv_heads)]
     low = [torch.randn(s, device="cuda", dtype=BF16, requires_grad=True) for s in shapes]
     wide = [x.detach().double().requires_grad_() for x in low]
     weights = torch.randn(shapes[0], device="cuda", dtype=BF16)
-    y, reference = attention(*low, window=window), attention_reference(*wide, window=window)
+    y = attention(*low, window=window, mode=mode)
+    reference = attention_reference(*wide, window=window)
     assert _error(y, reference) < 1e-2
     grads = torch.autograd.grad(y, low, weights)
     for got, expected in zip(
@@ -121,9 +126,12 @@ def test_main_grad_accumulates_in_fp32() -> None:
         ("tiny-llama", "serial"),
     ],
 )
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    ("recompute", "mode"),
+    [("none", "fused"), ("selective", "fused"), ("full", "fused"), ("none", "plain")],
+)
 def test_model_equals_fp64_on_cpu_without_host_synchronisation(
-    preset: str, block: str, recompute: str
+    preset: str, block: str, recompute: str, mode: OperatorMode
 ) -> None:
     cfg = tiny(preset, block=block, hidden_dropout=0.1, head_dim=32)
     low = build(cfg, dtype=BF16)
@@ -142,10 +150,12 @@ def test_model_equals_fp64_on_cpu_without_host_synchronisation(
             sample_numbers_B=numbers,
             dropout_seed=4,
             recompute=recompute,  # type: ignore[arg-type]
+            operators=mode,
         )
         mask = torch.ones(128, device=device)
         torch.cuda.set_sync_debug_mode("error" if check and device == "cuda" else "default")
-        y = cross_entropy(model(ids.flatten(), ctx), ids.roll(-1, 1).flatten(), mask)
+        labels = ids.roll(-1, 1).flatten()
+        y = cross_entropy(model(ids.flatten(), ctx), labels, mask, mode=mode)
         y.backward()
         torch.cuda.set_sync_debug_mode("default")
         return y
@@ -159,3 +169,25 @@ def test_model_equals_fp64_on_cpu_without_host_synchronisation(
         assert _error(got.grad.cpu(), expected.grad) < 5e-2
     check = True
     loss(low, "cuda")
+
+
+@pytest.mark.parametrize("block", ["serial", "parallel"])
+def test_fused_and_plain_operators_agree(block: str) -> None:
+    cfg = tiny("tiny-gpt", block=block)
+    tokens = random_tokens(cfg, 2, 64).cuda()
+
+    def gradients(mode: OperatorMode) -> list[Tensor]:
+        model = build(cfg, dtype=BF16).cuda()
+        for parameter in model.parameters():
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+        ctx = make_context(2, 64, "cuda", operators=mode)
+        mask = torch.ones(128, device="cuda")
+        logits = model(tokens.flatten(), ctx)
+        cross_entropy(logits, tokens.roll(-1, 1).flatten(), mask, mode=mode).backward()
+        return [
+            p.main_grad if p.grad is None else p.main_grad + p.grad  # type: ignore[attr-defined]
+            for p in model.parameters()
+        ]
+
+    for got, expected in zip(gradients("fused"), gradients("plain"), strict=True):
+        assert _error(got, expected) < 3e-2
