@@ -110,9 +110,7 @@ class _Column(torch.autograd.Function):
                     gathered = ops.all_gather_gemm.start_all_gather(x_tI, ctx.num_rows)
             if needs_x:  # the reference's transfer: under the weight gradient's
                 with ops.detail("tp_gemm", op="input_gradient"):
-                    reduced = ops.gemm_reduce_scatter.start(
-                        grad_To, ctx.weight, weight_layout="KN"
-                    )
+                    reduced = ops.gemm_reduce_scatter.start(grad_To, ctx.weight, weight_layout="KN")
             if needs_weight:
                 grad_weight = accumulate_weight_gradient(ctx.weight, grad_To, kept(gathered()))
             if needs_bias:

@@ -20,13 +20,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 
 from megascale.checkpoint.manifest import list_checkpoints
-from megascale.config import TrainingConfig
 from megascale.data import BatchSource
 from megascale.errors import NumericalError
 from megascale.optim import learning_rate
@@ -39,10 +36,11 @@ from megascale.train.corpus import (
     unigram_entropy_nats,
     validation_batches,
 )
+from megascale.train.host import collections_by, runs_ahead
 from megascale.train.launch import stop_signals
 from megascale.train.persistence import Persistence
 from megascale.train.replicas import check_replicas
-from megascale.train.report import Reporter, StepValues, memory
+from megascale.train.report import Reporter, StepValues, resources
 from megascale.train.resume import changed_keys, describe_changes, refuse_another_optimizer
 from megascale.train.run_folder import RunFolder
 from megascale.train.state import Progress
@@ -88,7 +86,7 @@ class Loop:
             if not self._begin(resume=resume):
                 return
             self._open_loader()
-            with self._signals(), _collections(self.config.training.gc):
+            with self._signals(), collections_by(self.config.training.gc):
                 self.reporter.restart_clock()
                 self._train()
                 self._finish()
@@ -124,7 +122,7 @@ class Loop:
 
     def _finish(self) -> None:
         self._catch_up()
-        self._say_what_it_took()
+        self.recorder.incident("resources", **resources(self.assembly))
         checkpoint = self.config.checkpoint
         if self._stopping and checkpoint.enable:
             logger.info("asked to stop: saving step %d", self.progress.step)
@@ -137,17 +135,6 @@ class Loop:
             self._compare_with_unigrams(self._validate())
         if checkpoint.enable and (checkpoint.save_at_end or self._stopping):
             self.persistence.save(self.progress, required=True)
-
-    def _say_what_it_took(self) -> None:
-        """For whoever compares ranks: this one's peak memory, and the forms of its operators."""
-        ops = self.assembly.ops
-        forms = {
-            problem: form
-            for operator in (ops.all_gather_gemm, ops.gemm_reduce_scatter)
-            for problem, form in operator.forms_taken().items()
-        }
-        detail: dict[str, Any] = {**memory(self.assembly.device), "forms": forms}
-        self.recorder.incident("resources", **detail)
 
     # ------------------------------------------------------------ one step
 
@@ -312,28 +299,6 @@ class Loop:
         finally:
             for signum, handler in old.items():
                 signal.signal(signum, handler)
-
-
-def runs_ahead(training: TrainingConfig, device: torch.device) -> bool:
-    """Is a step launched before the values of the one before are read? A CPU has done what was
-    launched."""
-    return device.type == "cuda" and training.run_ahead
-
-
-@contextmanager
-def _collections(policy: Literal["agreed", "automatic"]) -> Iterator[None]:
-    """No collection but at agreed steps: one rank's pause stalls all (MegaScale 6.3)."""
-    if policy == "automatic":
-        yield
-        return
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
 
 
 def _read(pending: _Pending) -> StepValues:

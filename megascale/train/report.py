@@ -107,7 +107,7 @@ class Reporter:
                 consumed_tokens=values.consumed_samples * seq_len,
                 skipped_steps=self.num_skipped,
                 **cast(Any, self._throughput.rates(self._samples * seq_len, seconds)),
-                **cast(Any, memory(self.device)),
+                **cast(Any, _memory(self.device)),
             )
         )
         self.restart_clock()
@@ -130,7 +130,19 @@ def _throughput(assembly: Assembly) -> Throughput:
     )
 
 
-def memory(device: torch.device) -> dict[str, int | float]:
+def resources(assembly: Assembly) -> dict[str, Any]:
+    """For whoever compares ranks after a run: this one's peak memory, and the forms that its
+    tensor-parallel operators took."""
+    ops = assembly.ops
+    forms = {
+        problem: form
+        for operator in (ops.all_gather_gemm, ops.gemm_reduce_scatter)
+        for problem, form in operator.forms_taken().items()
+    }
+    return {**_memory(assembly.device), "forms": forms}
+
+
+def _memory(device: torch.device) -> dict[str, int | float]:
     """Fields of `Metrics`: the device's allocator, or the process's peak resident size."""
     if device.type != "cuda":
         import resource

@@ -20,9 +20,10 @@ from megascale.config import load_config
 from megascale.events import Header, Span, Sums, read_events
 from megascale.optim import learning_rate
 from megascale.telemetry.hooks import Hook
-from megascale.train import loop
+from megascale.train import loop, recording
 from megascale.train import rank as rank_module
-from megascale.train.loop import Loop, runs_ahead
+from megascale.train.host import runs_ahead
+from megascale.train.loop import Loop
 from megascale.train.run_folder import RunFolder
 from tests.train.command import SMALL, end, flags, run_here, started, train_here, write_recipe
 from tests.train.runs import (
@@ -184,7 +185,7 @@ def test_who_collects_garbage(
     tmp_path: Path, monkeypatch: Patch, policy: str, itself: bool
 ) -> None:
     seen: list[bool] = []
-    original = rank_module.open_recorder
+    original: Any = recording.open_recorder
 
     def watched(*arguments: Any) -> Any:
         return original(*arguments[:-1], [_Collector(seen)])

@@ -175,7 +175,7 @@ def test_a_failure_is_raised_though_it_cannot_be_recorded(
     monkeypatch.setattr(rank_module, "run_rank", fail)
     config = load_config(None, [f"job.run_dir={tmp_path / 'run'}"])
     with pytest.raises(ConfigError, match="the real one"):
-        start._become_rank(config, RankEnvironment(0, 2, 0, 2), resume=False)
+        start.become_rank(config, RankEnvironment(0, 2, 0, 2), resume=False)
     assert "the failure of rank 0 was not recorded: No space left" in caplog.text
 
 
