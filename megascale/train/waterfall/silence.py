@@ -96,7 +96,7 @@ def silenced(span: Span | None = None) -> Iterator[None]:
     """
     silence = _Silence(span)
     stand_ins: dict[str, Callable[..., Any]] = {
-        **dict.fromkeys(("all_reduce", "reduce", "broadcast", "barrier"), silence.in_place),
+        **dict.fromkeys(("all_reduce", "reduce", "barrier"), silence.in_place),
         **dict.fromkeys(
             (
                 *("all_gather_into_tensor", "all_gather_single"),
@@ -105,7 +105,7 @@ def silenced(span: Span | None = None) -> Iterator[None]:
             silence.into,
         ),
         **dict.fromkeys(("isend", "send"), silence.send),
-        **dict.fromkeys(("irecv", "recv"), silence.receive),
+        **dict.fromkeys(("irecv", "recv", "broadcast"), silence.receive),
         "all_gather_object": silence.objects,
     }
     places: list[tuple[Any, str, Callable[..., Any]]] = [

@@ -42,6 +42,10 @@ def test_a_rank_needs_nobody() -> None:
     for settings in (
         ["parallelism.tensor_parallel_size=2"],
         ["parallelism.pipeline_parallel_size=2", "parallelism.virtual_pipeline_size=2"],
+        [
+            *("parallelism.pipeline_parallel_size=2", "parallelism.virtual_pipeline_size=2"),
+            "parallelism.share_head=true",
+        ],
         ["parallelism.zero_stage=2"],
         ["parallelism.grad_reduce_dtype=bfloat16"],
     ):
