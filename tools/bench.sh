@@ -57,10 +57,11 @@ pipeline=(parallelism.tensor_parallel_size=1 parallelism.pipeline_parallel_size=
     parallelism.virtual_pipeline_size=2)
 
 if [ -n "${LADDER:-}" ]; then
-    kind "--ablate --rounds 2" 2 gpt3-175b-4l $wide
-    kind "--ablate --rounds 2" 2 gpt3-175b-4l $wide "${pipeline[@]}"
+    papers=parallelism.join_weight_gradients=1 # the paper joins none
+    kind "--ablate --rounds 2" 2 gpt3-175b-4l $wide $papers
+    kind "--ablate --rounds 2" 2 gpt3-175b-4l $wide $papers "${pipeline[@]}"
     kind "--ablate --rounds 2" 2 7b recipes/bench-7b.toml
-    kind "--ablate --rounds 2" 4 gpt3-175b-4l $wide parallelism.pipeline_parallel_size=2 \
+    kind "--ablate --rounds 2" 4 gpt3-175b-4l $wide $papers parallelism.pipeline_parallel_size=2 \
         parallelism.virtual_pipeline_size=2
 fi
 
