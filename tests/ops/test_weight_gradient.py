@@ -25,7 +25,7 @@ def operands(
 
 
 def wanted(start: Tensor, pairs: list[tuple[Tensor, Tensor]], *, overwrite: bool) -> Tensor:
-    total = sum(g.double().t() @ x.double() for g, x in pairs)
+    total = torch.stack([g.double().t() @ x.double() for g, x in pairs]).sum(0)
     return total if overwrite else start.double() + total
 
 
