@@ -37,7 +37,7 @@ class Tiles:
     block_k: int = 64
     num_stages: int = 3
     pieces: int = 8
-    group_m: int = 4
+    group_m: int = 8
     fetch: int = 2
 
 
