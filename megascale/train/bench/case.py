@@ -57,6 +57,16 @@ class Case:
         }
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """What a row of `step` says beside `keys`: choices that change its speed, not its case."""
+        par = self.config.parallelism
+        return {
+            "schedule": par.schedule if par.pipeline_parallel_size > 1 else "none",
+            "share_head": par.share_head,
+            "join_weight_gradients": par.join_weight_gradients,
+        }
+
+    @property
     def switches(self) -> dict[str, Any]:
         """What a row of `ladder` says beside `keys`: the switches that those leave out."""
         config, mesh = self.config, self.config.mesh(self.num_ranks)

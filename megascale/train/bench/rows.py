@@ -72,7 +72,13 @@ def step_row(
 ) -> Row:
     """The row of one case. `target` is the least MFU."""
     found = measured(runs)
-    row = {"bench": "step", "case": case.keys, **found, "baselines": dict(baselines)}
+    row = {
+        "bench": "step",
+        "case": case.keys,
+        **found,
+        "settings": case.settings,
+        "baselines": dict(baselines),
+    }
     roof = roof_of(case, runs)
     if roof:
         row["roof"] = roof

@@ -149,6 +149,11 @@ def test_the_row_of_a_case(tmp_path: Path, monkeypatch: Patch) -> None:
     assert row["lead_ms"] == pytest.approx(5.0), "where the host was least ahead"
     assert row["forms"] == {"gemm_rs m0": "plain", "gemm_rs m1": "plain"}
     assert (row["first_loss"], row["last_loss"]) == pytest.approx((FIRST_LOSS, FIRST_LOSS - 0.04))
+    assert row["settings"] == {
+        "schedule": "none",
+        "share_head": False,
+        "join_weight_gradients": 1,
+    }
     assert row["baselines"] == {"megatron_core": 0.544}
     assert (row["target"], row["met"]) == ({"op": ">=", "value": 0.5}, False)
     assert (row["commit"], row["dirty"], row["device"]) == ("0123456789ab", False, "cpu")
