@@ -35,6 +35,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megascale.ops.main_gradient import add_ordinary_gradient
+
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """(grad_y_TO, x_TI) of several micro-batches."""
 
@@ -158,7 +160,7 @@ def run(
     for (groups, units), number in zip(merged, range(len(merged)), strict=True):
         for group in groups:
             pairs = [(operands.value(p.grad_y), operands.value(p.x)) for p in group]
-            _add_gradient(group[0].weight, accumulate(group[0].weight, pairs))
+            add_ordinary_gradient(group[0].weight, accumulate(group[0].weight, pairs))
         for unit in units:
             for add in unit.additions:
                 add()
@@ -176,12 +178,6 @@ def _joined(units: tuple[_Unit, ...]) -> tuple[list[list[_Product]], tuple[_Unit
         for product in unit.products:
             groups.setdefault(id(product.weight), []).append(product)
     return list(groups.values()), units
-
-
-def _add_gradient(weight: Tensor, gradient: Tensor | None) -> None:
-    """An ordinary gradient, where the weight has no main gradient."""
-    if gradient is not None:
-        weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
 
 class _Operands:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megascale.ops.deferred import defer_addition
-from megascale.ops.main_gradient import take_stale
+from megascale.ops.main_gradient import add_ordinary_gradient, take_stale
 
 
 def accumulate_embedding_gradient(weight: Tensor, rows_T: Tensor, grad_TD: Tensor) -> Tensor | None:
@@ -41,9 +41,7 @@ def accumulate_embedding_gradient(weight: Tensor, rows_T: Tensor, grad_TD: Tenso
 
 def _add_later(weight: Tensor, rows_T: Tensor, grad_TD: Tensor) -> None:
     """What was deferred (`ops/deferred.py`)."""
-    gradient = accumulate_embedding_gradient(weight, rows_T, grad_TD)
-    if gradient is not None:
-        weight.grad = gradient if weight.grad is None else weight.grad + gradient
+    add_ordinary_gradient(weight, accumulate_embedding_gradient(weight, rows_T, grad_TD))
 
 
 class _Embedding(torch.autograd.Function):

@@ -28,6 +28,13 @@ def take_stale(parameter: Tensor) -> bool:
     return is_stale
 
 
+def add_ordinary_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
+    """Add to `parameter.grad`, as autograd would: for what was deferred and has no main gradient.
+    None: there is nothing to add, it went to the main gradient."""
+    if gradient is not None:
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
 def add_to_main_gradient(parameter: Tensor, contribution: Tensor) -> None:
     """One contribution of the parameter's shape, in any dtype."""
     main_grad: Tensor = parameter.main_grad  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megascale.ops.deferred import defer_addition
-from megascale.ops.main_gradient import take_stale
+from megascale.ops.main_gradient import add_ordinary_gradient, take_stale
 from megascale.ops.mode import OperatorMode, takes_kernels
 
 
@@ -38,9 +38,7 @@ def accumulate_partials(
     """
 
     def add_later() -> None:
-        gradient = _accumulate(parameter, partials_PN, mode)
-        if gradient is not None:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        add_ordinary_gradient(parameter, _accumulate(parameter, partials_PN, mode))
 
     if parameter.is_leaf and defer_addition(add_later):  # autograd waits for what is no leaf
         return None
