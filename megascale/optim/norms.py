@@ -29,7 +29,8 @@ class Reductions:
 
     names   every logical name of this pipeline stage, in one order on all its ranks (a rank may
             own no element of some of them)
-    tied    names that two pipeline stages hold; the same tuple on every stage
+    tied    names of which several pipeline stages hold something: a copy, or a part that counts by
+            itself (a shared head); the same tuple on every stage
     """
 
     names: tuple[str, ...]
@@ -73,7 +74,8 @@ class ParameterNorms:
         return squares
 
     def share_tied(self, squares: Tensor) -> None:
-        """Give stages that hold a tied copy the owner's squared norms: bitwise equal on both."""
+        """Give every stage that holds a copy or a part the whole parameter's squared norms: the sum
+        over stages, in which a copy is 0. Bitwise equal on all."""
         tied = self.reductions.tied
         if not tied:
             return
