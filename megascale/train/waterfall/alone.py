@@ -50,11 +50,11 @@ def alone_ns(
     found: dict[str, dict[str, list[Points]]] = {
         key: {"op_forward": [], "op_backward": []} for key in runs
     }
-    timer, defers = timer or _timer(assembly.device), _defers(assembly)
+    timer = timer or _timer(assembly.device)
     with _without_communication(assembly):
         for _ in range(WARM_UP_TURNS + turns):  # no time is read in between: the device never idles
             for key, run in runs.items():
-                for name, points in run.once(timer, defers=defers).items():
+                for name, points in run.once(timer, _work_of(assembly)).items():
                     found[key][name].append(points)
     return {
         key: {name: _median_ns(points[WARM_UP_TURNS:]) for name, points in of_key.items()}
@@ -66,10 +66,14 @@ def _median_ns(points: Sequence[Points]) -> int:
     return round(statistics.median(end - begin for begin, end in points))
 
 
-def _defers(assembly: Assembly) -> bool:
-    """Are weight gradients put off in the run, so that a linear's backward has none?"""
+def _work_of(assembly: Assembly) -> DeferredWork | None:
+    """Where the run puts its weight gradients off, so that a linear's backward has none: as
+    `PipelineRuntime` does, copies of what is gathered included. None where it does not."""
     par = assembly.config.parallelism
-    return par.join_weight_gradients > 1 or SCHEDULES[par.schedule].splits_backward
+    joins = par.join_weight_gradients > 1
+    if not joins and not SCHEDULES[par.schedule].splits_backward:
+        return None
+    return DeferredWork(keeps_gathered=joins)
 
 
 def _without_communication(assembly: Assembly) -> AbstractContextManager[object]:
@@ -93,13 +97,14 @@ class _Run:
         self._inputs = [self._given[i] for i in sample.inputs]
         self._gradient: Tensor | None = None
 
-    def once(self, timer: Callable[[], Any], *, defers: bool) -> Mapping[str, Points]:
+    def once(self, timer: Callable[[], Any], work: DeferredWork | None) -> Mapping[str, Points]:
+        """Forward and backward, whose weight gradients are left in `work` where there is one."""
         begin = timer()
         y = self._call(*self._given)
         middle = timer()
         if self._gradient is None:
             self._gradient = torch.randn_like(y)
-        with deferring(DeferredWork()) if defers else nullcontext():
+        with nullcontext() if work is None else deferring(work):
             before_backward = timer()
             torch.autograd.backward(y, self._gradient)
             end = timer()

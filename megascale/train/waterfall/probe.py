@@ -204,6 +204,7 @@ def _attach(probe: Probe, module: nn.Module, kind: str) -> None:
     elif isinstance(module, Attention):
         target.core = probe.bracketed(target.core, "attention", "attn.core")
         target._heads = probe.bracketed(target._heads, "elementwise", "attn.heads")
-    elif isinstance(module, SerialBlock | ParallelBlock | Norm | Embedding):
-        name = "branches" if hasattr(module, "branches") else "forward"
-        setattr(target, name, probe.bracketed(getattr(target, name), "elementwise", kind, (0, 1)))
+    elif isinstance(module, Norm):
+        target.forward = probe.bracketed(target.forward, "elementwise", kind, inputs=(0, 1))
+    elif isinstance(module, SerialBlock | ParallelBlock | Embedding):
+        target.forward = probe.bracketed(target.forward, "elementwise", kind)
