@@ -31,10 +31,11 @@ wide=recipes/bench-175b-4l.toml
 step 2 7b 0.49 0.544 recipes/bench-7b.toml
 step 2 gpt3-175b-4l 0.432 0.480 $wide
 step 2 gpt3-175b-4l 0.517 0.574 $wide \
-    training.micro_batch_size=4 training.global_batch_size=64
+    training.micro_batch_size=4 training.global_batch_size=64 parallelism.join_weight_gradients=1
 step 2 gpt3-175b-4l 0.413 0.459 $wide \
     parallelism.tensor_parallel_size=1 parallelism.pipeline_parallel_size=2 \
-    parallelism.virtual_pipeline_size=2
+    parallelism.virtual_pipeline_size=2 parallelism.pipeline_schedule=interleaved_zb \
+    parallelism.share_head=true parallelism.join_weight_gradients=1
 
 if [ "$gpus" -ge 2 ]; then
     "$python" -m megascale bench flux ${COMMIT:+--commit "$COMMIT"}
@@ -54,12 +55,12 @@ kind() { # flags, GPUs, model, recipe, further settings
 }
 
 pipeline=(parallelism.tensor_parallel_size=1 parallelism.pipeline_parallel_size=2
-    parallelism.virtual_pipeline_size=2)
+    parallelism.virtual_pipeline_size=2 parallelism.join_weight_gradients=1)
 
 if [ -n "${LADDER:-}" ]; then
     papers=parallelism.join_weight_gradients=1 # the paper joins none
     kind "--ablate --rounds 2" 2 gpt3-175b-4l $wide $papers
-    kind "--ablate --rounds 2" 2 gpt3-175b-4l $wide $papers "${pipeline[@]}"
+    kind "--ablate --rounds 2" 2 gpt3-175b-4l $wide "${pipeline[@]}"
     kind "--ablate --rounds 2" 2 7b recipes/bench-7b.toml
     kind "--ablate --rounds 2" 4 gpt3-175b-4l $wide $papers parallelism.pipeline_parallel_size=2 \
         parallelism.virtual_pipeline_size=2

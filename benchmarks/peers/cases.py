@@ -85,6 +85,8 @@ DEFAULT_SYSTEMS = (OURS, "megatron", "titan", "titan-none")
 class Setup:
     """A line of the table; `step_s` is about what a step takes, for the budget alone.
 
+    overrides    of the recipe: shape, layout and batch, which the peers get too, and switches of
+                 megascale's own, with which it is fastest there (docs/log.md)
     target       the least MFU that megascale should reach
     over_better  or how many times that of the better peer
     """
@@ -110,6 +112,9 @@ def _sets(**values: object) -> tuple[str, ...]:
         "seq": "training.seq_len",
         "heads": "model.num_heads",
         "preset": "model.preset",
+        "schedule": "parallelism.pipeline_schedule",
+        "share_head": "parallelism.share_head",
+        "join": "parallelism.join_weight_gradients",
     }
     return tuple(f"{keys[name]}={value}" for name, value in values.items())
 
@@ -119,13 +124,25 @@ _LLAMA = {"preset": "llama3-8b", "mbs": 1, "gbs": 16, "seq": 8192}
 CASES = {
     "175b-tp2-mbs1": Setup(_WIDE, "gpt3-175b-4l", _sets(tp=2, mbs=1, gbs=16), 1.7, target=0.59),
     "175b-tp2-mbs4": Setup(
-        _WIDE, "gpt3-175b-4l", _sets(tp=2, mbs=4, gbs=64), 5.7, steps=6, target=0.635
+        _WIDE, "gpt3-175b-4l", _sets(tp=2, mbs=4, gbs=64, join=1), 5.7, steps=6, target=0.635
     ),
     "175b-128h-tp2-mbs4": Setup(
-        _WIDE, "gpt3-175b-4l-128h", _sets(heads=128, tp=2, mbs=4, gbs=64), 5.8, steps=6, target=0.63
+        _WIDE,
+        "gpt3-175b-4l-128h",
+        _sets(heads=128, tp=2, mbs=4, gbs=64, join=1),
+        5.8,
+        steps=6,
+        target=0.63,
     ),
     "175b-pp2-mbs1": Setup(
-        _WIDE, "gpt3-175b-4l", _sets(tp=1, pp=2, vp=2, mbs=1, gbs=16), 1.8, target=0.52
+        _WIDE,
+        "gpt3-175b-4l",
+        (
+            *_sets(tp=1, pp=2, vp=2, mbs=1, gbs=16),
+            *_sets(schedule="interleaved_zb", share_head="true", join=1),
+        ),
+        1.8,
+        target=0.52,
     ),
     "7b-dp2": Setup(_7B, "7b", _sets(mbs=2, gbs=32), 2.7, target=0.585),
     "llama3-8b-dp2": Setup(_7B, "llama3-8b", _sets(**_LLAMA), 8.0, steps=6, over_better=1.15),

@@ -126,7 +126,10 @@ def _our_row(case: Case, runs: Sequence[Run], stamp: Mapping[str, Any]) -> Row:
         "case": {**keys, "system": OURS, "recompute": case.keys["recompute"]},
         **measured(runs),
         "losses": runs[-1].losses,
-        "settings": {key: case.keys[key] for key in ("block", "attention", "flux")},
+        "settings": {
+            **{key: case.keys[key] for key in ("block", "attention", "flux")},
+            **case.settings,
+        },
         "baselines": {},
         "met": None,
         **stamp,

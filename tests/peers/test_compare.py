@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from benchmarks.peers import compare
-from benchmarks.peers.cases import CASES, PEERS, Peer, Setup, checked_case, peer_command
+from benchmarks.peers.cases import CASES, PEERS, Peer, Setup, checked_case
 from benchmarks.peers.compare import main
 from benchmarks.peers.options import llama_block, shape
 from benchmarks.peers.result import Result, expected_titan_loss
 from benchmarks.peers.runs import Failed, OutOfMemory, run_peer
 from benchmarks.peers.turns import Budget, Found, Runners, measure
-from megascale.errors import ConfigError
 from megascale.train.bench.case import Case
 from megascale.train.bench.measure import Run
 from megascale.units import flops_per_token, mfu
@@ -193,23 +192,6 @@ def test_peers_alone_have_no_row_of_step(tmp_path: Path) -> None:
     _, steps, peers = compared(tmp_path, Planted(fits=1), "--systems", "megatron")
     assert not steps
     assert [row["case"]["recompute"] for row in peers] == ["4 layers"]
-
-
-def test_a_peer_gets_the_layout_of_the_case() -> None:
-    setup = CASES["175b-pp2-mbs1"]
-    case = checked_case(setup, steps=None, more=(), num_gpus=2)
-    command = peer_command(PEERS["megatron-fused"], case, 1234)
-    text = " ".join(command)
-    assert "-m benchmarks.peers.megatron --model gpt3-175b-4l --device cuda" in text
-    assert "--tp 1 --pp 2 --vp 2 --mbs 1 --gbs 16 --seq 2048 --steps 8" in text
-    assert text.endswith("--fused-wgrad")
-
-
-def test_a_shape_that_the_peers_would_not_have_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"another model for the peers \(num_layers\)"):
-        checked_case(CASES["7b-dp2"], steps=None, more=["model.num_layers=2"], num_gpus=2)
-    parallel = ["model.block=parallel", "model.attention_window=768"]
-    checked_case(CASES["7b-dp2"], steps=None, more=parallel, num_gpus=2)
 
 
 def test_dry_prints_a_command_for_each_system(capsys: pytest.CaptureFixture[str]) -> None:
