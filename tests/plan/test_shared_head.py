@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from megascale.config import parse_config
+from megascale.errors import ConfigError
 from megascale.plan.actions import Action, ActionKind, Schedule
 from megascale.plan.check import ScheduleError, check_schedule
 from megascale.plan.schedules import build_schedule, build_stage
+from megascale.plan.schedules.shared_head import MOST_STAGES
 from tests.plan.simulate import Cost, step_time
 
 HEAD = 0.42  # of a layer, which is a chunk here: forward 1, backward 2
@@ -53,6 +56,27 @@ def test_a_shared_head_is_faster_than_one_on_the_last_stage(stages: int, idle: f
     assert shared_time == pytest.approx(work + idle)
     assert step_time(plain, _cost(plain)) > 1.09 * shared_time
     assert shared.in_flight_limits == plain.in_flight_limits
+
+
+def test_the_configuration_refuses_what_the_schedule_refuses() -> None:
+    """Its number of stages is written twice: the configuration imports no plan."""
+
+    def parse(stages: int) -> None:
+        parse_config(
+            {
+                "model": {"num_layers": 16},
+                "parallelism": {
+                    "pipeline_parallel_size": stages,
+                    "virtual_pipeline_size": 2,
+                    "share_head": True,
+                },
+                "training": {"global_batch_size": 8 * stages},
+            }
+        )
+
+    parse(MOST_STAGES)
+    with pytest.raises(ConfigError, match=f"up to {MOST_STAGES} can share it"):
+        parse(MOST_STAGES + 1)
 
 
 def test_orders_by_hand() -> None:
