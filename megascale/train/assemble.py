@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megascale.config import ParallelismConfig, RunConfig
-from megascale.flux import TensorOps, choose_mode
-from megascale.flux.machine import why_not_fused
+from megascale.config import RunConfig
+from megascale.flux import TensorOps
 from megascale.model.attention import Attention
 from megascale.model.initialise import init_rules
 from megascale.model.output_head import OutputHead
@@ -46,6 +45,7 @@ from megascale.train.program import StageProgram
 from megascale.train.shared_head import PARAMETER as HEAD
 from megascale.train.shared_head import own_rows, shared_head
 from megascale.train.state import master_pieces
+from megascale.train.tensor_operators import tensor_operators
 
 logger = logging.getLogger(__name__)
 
@@ -157,26 +157,6 @@ def assemble(
     runtime = _runtime(config, groups, program, zero, span)
     return Assembly(
         config, mesh, groups, device, chunks, zero, optimizer, program, runtime, span, ops
-    )
-
-
-def tensor_operators(par: ParallelismConfig, groups: Groups, device: torch.device) -> TensorOps:
-    """The operators of this rank's tensor-parallel group, in the form that is asked for and safe.
-
-    Collective over that group. Raises ConfigError where the form cannot be had.
-    """
-    if groups.tensor is None:
-        return TensorOps.of(None)
-    mesh = groups.mesh
-    choice = choose_mode(
-        par.flux,
-        obstacle=None if par.flux == "reference" else why_not_fused(groups.tensor, device),
-        nccl_beside=mesh.pipeline > 1 or mesh.data > 1,
-        reserve_sms=par.flux_reserve_sms,
-    )
-    logger.info("tensor-parallel operators: %s", choice)
-    return TensorOps.of(
-        groups.tensor, mode=choice.mode, spin=choice.spin, reserve_sms=par.flux_reserve_sms
     )
 
 

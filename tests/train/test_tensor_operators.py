@@ -12,7 +12,7 @@ from megascale.config import ParallelismConfig
 from megascale.errors import ConfigError
 from megascale.parallel.groups import create_groups
 from megascale.topology import Mesh
-from megascale.train import assemble
+from megascale.train import tensor_operators
 from tests.distributed import run_ranks
 
 
@@ -23,15 +23,15 @@ def _made(
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    assemble.logger.addHandler(handler)
-    assemble.logger.setLevel(logging.INFO)
+    tensor_operators.logger.addHandler(handler)
+    tensor_operators.logger.setLevel(logging.INFO)
     if kernels:
-        vars(assemble)["why_not_fused"] = lambda _group, _device: None
+        vars(tensor_operators)["why_not_fused"] = lambda _group, _device: None
     mesh = Mesh(tensor=tensor, data=world_size // tensor, pipeline=1)
     groups = create_groups(mesh, tied_embeddings=False, timeout_s=60)
     par = ParallelismConfig(tensor_parallel_size=tensor, **settings)
     try:
-        ops = assemble.tensor_operators(par, groups, torch.device("cpu"))
+        ops = tensor_operators.tensor_operators(par, groups, torch.device("cpu"))
     except ConfigError as error:
         return str(error), "", False, 0
     operator = ops.gemm_reduce_scatter
