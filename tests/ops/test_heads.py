@@ -82,6 +82,24 @@ def _check_case(
     assert not joined.grad[:, width:].any()
 
 
+@pytest.mark.gpu
+def test_heads_that_lie_more_than_32_bits_apart() -> None:
+    """The gradient of a long sequence with heads before positions: 131072 positions of 128 elements
+    and 129 heads reach 2**31 elements."""
+    from megascale.ops.heads.launch import launch_join
+
+    apart, count = 2**30, 4
+    if torch.cuda.mem_get_info()[0] < 2 * apart * count:
+        pytest.skip(f"needs {2 * apart * count / 2**30:.0f} GiB of free device memory")
+    memory = torch.empty(apart * (count - 1) + 64, dtype=torch.bfloat16, device="cuda")
+    q = memory.as_strided((1, 8, count, 8), (64, 8, apart, 1))
+    q.copy_(torch.randn(q.shape))
+    k, v = (torch.randn(1, 8, 1, 8, device="cuda").bfloat16() for _ in range(2))
+    out = torch.empty(8, (count + 2) * 8, dtype=torch.bfloat16, device="cuda")
+    launch_join((q, k, v), None, out, back=True)
+    assert torch.equal(out, torch.cat((q, k, v), dim=2).flatten(2)[0])
+
+
 def _as_attention_gives(grad_BSKH: Tensor) -> Tensor:
     """The same values with heads before positions in memory."""
     return grad_BSKH.transpose(1, 2).contiguous().transpose(1, 2)

@@ -58,13 +58,14 @@ def join_heads_kernel(
             sin = -sin
     far = position.to(tl.int64)[:, None]
     for head in range(first, last):
+        own = tl.cast(head, tl.int64)  # heads may lie a whole sequence apart
         if head < num_q:
-            source = q_ptr + batch * q_batch_stride + far * q_token_stride + head * q_head_stride
+            source = q_ptr + batch * q_batch_stride + far * q_token_stride + own * q_head_stride
         elif head < num_q + num_kv:
-            own = head - num_q
+            own -= num_q
             source = k_ptr + batch * k_batch_stride + far * k_token_stride + own * k_head_stride
         else:
-            own = head - num_q - num_kv
+            own -= num_q + num_kv
             source = v_ptr + batch * v_batch_stride + far * v_token_stride + own * v_head_stride
         source += elements[None, :]
         out = rows + head * HEAD
