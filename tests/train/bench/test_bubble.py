@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from megascale.events import Step, Sums, run_header
 from megascale.topology import Mesh
 from megascale.train.bench.bubble import bubble_cases, measure_bubble, summary
 from megascale.train.bench.case import Case
 from megascale.train.bench.measure import Run
+from megascale.train.bench.records import record_of
 from megascale.train.bench.rows import Origin, Row
 from tests.train.bench.planted import PP2, planted_record, planted_run, write_tiny
 
@@ -44,3 +46,15 @@ def test_what_a_larger_batch_saves_beside_what_the_paper_claims(tmp_path: Path) 
     assert fourfold["paper_claim"] == 0.875
     assert once["case"]["schedule"] == "1f1b"
     assert "is idle 50.0 % less than 4 steps at 1x; MegaScale 3.1 claims 87.5 %" in summary(rows)
+
+
+def test_waiting_at_a_shared_head_is_idle_too() -> None:
+    """A stage that is early at the meeting waits in its broadcast, and not for a receive."""
+    waits = {"pp_wait": 100, "head_input": 250, "head": 400, "forward": 300}
+    sums = {name: {"total_ns": ns, "count": 1} for name, ns in waits.items()}
+    events = [
+        run_header(Mesh(pipeline=2), 0, host="here"),
+        Sums(rank=0, step=4, sums=sums),
+        Step(rank=0, step=4, t0_ns=0, dur_ns=1000, clock="device", sampled=True),
+    ]
+    assert record_of(events).idle_share(4) == pytest.approx(0.35)
