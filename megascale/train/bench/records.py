@@ -15,8 +15,8 @@ from typing import Any
 
 from megascale.events import Dropped, Event, Header, Incident, Span, Step, Sums, read_events
 
-# Spans in which the compute stream of a stage only waits for its neighbours: the last is the meeting
-# at a shared head.
+# Spans in which the compute stream of a stage only waits for its neighbours; the last one is the
+# meeting at a shared head.
 PIPELINE_WAITS = ("pp_wait", "pp_finish", "world_sums", "head_input")
 
 

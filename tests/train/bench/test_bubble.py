@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megascale.events import Step, Sums, run_header
+from megascale.events import Event, Step, Sums, run_header
 from megascale.topology import Mesh
 from megascale.train.bench.bubble import bubble_cases, measure_bubble, summary
 from megascale.train.bench.case import Case
@@ -52,7 +52,7 @@ def test_waiting_at_a_shared_head_is_idle_too() -> None:
     """A stage that is early at the meeting waits in its broadcast, and not for a receive."""
     waits = {"pp_wait": 100, "head_input": 250, "head": 400, "forward": 300}
     sums = {name: {"total_ns": ns, "count": 1} for name, ns in waits.items()}
-    events = [
+    events: list[Event] = [
         run_header(Mesh(pipeline=2), 0, host="here"),
         Sums(rank=0, step=4, sums=sums),
         Step(rank=0, step=4, t0_ns=0, dur_ns=1000, clock="device", sampled=True),
