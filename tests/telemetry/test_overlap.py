@@ -17,6 +17,7 @@ from tests.train.waterfall.measured import run_marked
 TP2 = "parallelism.tensor_parallel_size=2"
 PP2 = "parallelism.pipeline_parallel_size=2"
 VP2 = "parallelism.virtual_pipeline_size=2"
+JOINED = "parallelism.join_weight_gradients=2"
 # name: ranks, settings
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2": (2, [TP2]),
@@ -28,6 +29,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "pp2-zb": (2, [PP2, "parallelism.pipeline_schedule=zb_h1"]),
     "pp2-vp2-zb-dp2": (4, [PP2, VP2, "parallelism.pipeline_schedule=interleaved_zb"]),
     "pp2-vp2-shared": (2, [PP2, VP2, "parallelism.share_head=true"]),
+    "tp2-joined": (2, [TP2, JOINED]),
+    "dp2-zero2-joined": (2, ["parallelism.zero_stage=2", JOINED]),
 }
 
 

@@ -31,6 +31,8 @@ LAYOUTS = {
     "dp2-bf16": ["parallelism.grad_reduce_dtype=bfloat16"],
     "pp2-vp2": [PP2, VP2],
     "pp2-vp2-zb": [PP2, VP2, "parallelism.pipeline_schedule=interleaved_zb"],
+    "pp2-vp2-shared": [PP2, VP2, "parallelism.share_head=true"],
+    "tp2-joined": [TP2, "parallelism.join_weight_gradients=2"],
     "lamb": ["optimizer.name=lamb"],
 }
 
