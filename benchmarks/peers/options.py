@@ -52,10 +52,6 @@ class Options:
         """Of each data-parallel rank."""
         return self.gbs // (self.mbs * self.dp)
 
-    @property
-    def tokens_per_step(self) -> int:
-        return self.gbs * self.seq
-
 
 def shape(name: str) -> ModelConfig:
     """The model of a name: one of `SHAPES`, else a preset. Raises ConfigError for neither."""

@@ -101,10 +101,6 @@ def deferring(work: DeferredWork) -> Iterator[None]:
         _open = None
 
 
-def is_deferring() -> bool:
-    return _open is not None
-
-
 def gathers_later() -> bool:
     """Whether what a deferred product needs gathered is to be a `Late`."""
     return _open is not None and not _open.keeps_gathered

@@ -14,7 +14,6 @@ from megascale.ops.deferred import (
     defer_product,
     deferring,
     gathers_later,
-    is_deferring,
     kept,
     run,
 )
@@ -155,10 +154,10 @@ def test_one_piece_of_work_at_a_time_also_after_an_error() -> None:
     nested = deferring(DeferredWork())
     with deferring(DeferredWork()), pytest.raises(AssertionError, match="deferred already"), nested:
         pass
-    assert not is_deferring()
+    assert not gathers_later(), "nothing is deferred any more"
     with pytest.raises(ZeroDivisionError), deferring(DeferredWork()):
         raise ZeroDivisionError
-    assert not is_deferring()
+    assert not gathers_later(), "nothing is deferred any more"
 
 
 def test_a_gathered_operand_is_gathered_again_or_copied_as_the_work_says() -> None:
