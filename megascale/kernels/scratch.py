@@ -36,7 +36,7 @@ def scratch_from_torch() -> Iterator[None]:
     """Launches by Triton inside take scratch memory from torch, on the current device.
 
     Triton 3.6 keeps the allocator in a context variable and has no way to ask for it: the variable
-    is private there, and tests/flux/test_scratch.py fails where it is gone.
+    is private there, and tests/kernels/test_scratch.py fails where it is gone.
     """
     from triton.runtime._allocation import _allocator
 

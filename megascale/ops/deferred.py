@@ -6,7 +6,7 @@ product, small sums (biases, norms, embedding rows) that are only to be added, a
 what may begin once the gradients of a unit are complete. `run` does all of it in the order of
 backward. A zero-bubble schedule runs it in its weights' half (2401.10241); with several pieces of
 work of the same chunk at once, the products of one weight become one GEMM over all their tokens, so
-that the fp32 gradient is read and written once (`ops/linear.accumulate_joined`).
+that the fp32 gradient is read and written once (`ops/joined.accumulate_joined`).
 
 Invariant: between `deferring` and `run` no parameter's gradient changes, so that their storage may
 be absent, or under way to other ranks.
