@@ -105,6 +105,17 @@ def _check(name: str, dtype: torch.dtype, device: str, cases: list[tuple[int, in
         for with_bias in (True, False):
             for strided in (False, True):
                 _check_case(name, dtype, device, rows, columns, with_bias, strided)
+        _check_column_major(name, dtype, device, rows, columns)
+
+
+def _check_column_major(name: str, dtype: torch.dtype, device: str, rows: int, cols: int) -> None:
+    x = leaf(rows, cols, dtype=dtype).detach().to(device).requires_grad_()
+    turned = x.detach().t().contiguous().t().requires_grad_()
+    for each in (x, turned):
+        activation(name, each).sum().backward()
+    assert turned.grad is not None
+    assert x.grad is not None
+    assert torch.equal(turned.grad, x.grad)
 
 
 def _check_case(

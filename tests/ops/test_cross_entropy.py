@@ -117,9 +117,21 @@ def _check(dtype: torch.dtype, device: str, cases: list[tuple[int, int, int]]) -
         labels[-1] = -100
         for start in (0, num_valid // 3):  # the label is in the slice, or not
             _check_slice(dtype, logits[:, :columns], labels, start, num_valid)
+        if dtype == torch.float32:
+            _check_column_major(logits[:, :columns], labels.clamp_min(0), num_valid)
         nothing = row_statistics(logits, labels, columns, 0)
         assert nothing[0].eq(-math.inf).all()
         assert not nothing[1:].any()
+
+
+def _check_column_major(logits: Tensor, labels: Tensor, num_valid: int) -> None:
+    """Logits as `(weight @ hidden.t()).t()` gives them."""
+    by_columns = logits.t().contiguous().t().requires_grad_()
+    by_rows, mask = logits.clone().requires_grad_(), torch.ones(len(labels), device=logits.device)
+    for leaf in (by_rows, by_columns):
+        cross_entropy(leaf.view_as(leaf), labels, mask, num_valid).backward()
+    assert by_columns.grad is not None
+    torch.testing.assert_close(by_columns.grad, by_rows.grad)
 
 
 def _check_slice(

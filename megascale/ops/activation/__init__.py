@@ -66,7 +66,8 @@ class _Activation(torch.autograd.Function):
         (x_TF,) = ctx.saved_tensors
         bias_F: Tensor | None = ctx.bias
         needs_bias = bias_F is not None and ctx.needs_input_grad[1]
-        grad_x_TF = torch.empty_like(x_TF) if ctx.part is None else ctx.part.gradient()
+        # row by row, however x lies
+        grad_x_TF = x_TF.new_empty(x_TF.shape) if ctx.part is None else ctx.part.gradient()
         if takes_kernels("fused", x_TF, bias_F):
             from megascale.ops.activation.launch import launch_backward
 

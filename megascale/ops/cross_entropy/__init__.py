@@ -31,6 +31,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def _takes_kernels(mode: OperatorMode, logits_Tv: Tensor) -> bool:
+    """The kernels read along rows: logits whose columns lie apart are left to torch."""
+    return logits_Tv.stride(1) == 1 and takes_kernels(mode, logits_Tv)
+
+
 def local_valid(num_cols: int, vocab_start: int, num_valid: int) -> int:
     """How many of a slice's columns are real vocabulary."""
     return min(max(num_valid - vocab_start, 0), num_cols)
@@ -45,7 +50,7 @@ def row_statistics(
 ) -> Tensor:
     """`[3, T]` of the slice's real columns: maximum (minus infinity where there are none), sum of
     exp(logit - that maximum), and the label's logit (0 if it is in another slice)."""
-    if takes_kernels(mode, logits_Tv):
+    if _takes_kernels(mode, logits_Tv):
         from megascale.ops.cross_entropy.launch import launch_statistics
 
         return launch_statistics(logits_Tv, labels_T, vocab_start, num_valid_local)
@@ -87,7 +92,7 @@ def write_gradient_(
     mode: OperatorMode = "fused",
 ) -> None:
     """Overwrite the logits with (softmax - one_hot(label)) * scale; padding columns with 0."""
-    if takes_kernels(mode, logits_Tv):
+    if _takes_kernels(mode, logits_Tv):
         from megascale.ops.cross_entropy.launch import launch_gradient
 
         launch_gradient(logits_Tv, labels_T, lse_T, scale_T, vocab_start, num_valid_local)
