@@ -40,7 +40,7 @@ from megascale.errors import ConfigError
 from megascale.flux.bench.rows import append
 from megascale.train.bench.case import Case, runs_on_gpus
 from megascale.train.bench.rows import Origin, Row
-from megascale.train.bench.start import RESULTS
+from megascale.train.bench.start import RESULTS, check_output
 
 DRY_PORT = 29500
 
@@ -60,6 +60,7 @@ def main(
 
 def _compare(parsed: Any, given: Sequence[str], runners: Runners | None, say: Say) -> int:
     systems = _systems(parsed.systems)
+    _check_numbers(parsed)
     num_gpus = torch.cuda.device_count()
     cases = {
         name: checked_case(
@@ -74,6 +75,7 @@ def _compare(parsed: Any, given: Sequence[str], runners: Runners | None, say: Sa
         _print_commands(cases, systems, say)
         return 0
     _check_gpus(cases, num_gpus)
+    check_output(parsed.output)
     if runners is None:
         for system in systems:
             if system != OURS:
@@ -82,6 +84,16 @@ def _compare(parsed: Any, given: Sequence[str], runners: Runners | None, say: Sa
         logs = parsed.logs or Path(folder)
         runners = runners or Runners(run_ours, partial(run_peer, logs=logs))
         return _all_cases(parsed, given, cases, systems, runners, say, num_gpus)
+
+
+def _check_numbers(parsed: Any) -> None:
+    for option, value, least in (
+        ("--rounds", parsed.rounds, 1),
+        ("--budget-s", parsed.budget_s, 0),
+        ("--save-memory", parsed.save_memory, 0),
+    ):
+        if not value >= least:  # also what is not a number
+            raise ConfigError(f"{option} is {value}; give {least} or more")
 
 
 def _check_gpus(cases: dict[str, Case], num_gpus: int) -> None:

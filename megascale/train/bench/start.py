@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -54,7 +55,8 @@ def bench_step(
     kind = _kind(ablate=ablate, waterfall=waterfall, bubble=bubble)
     output = output or RESULTS / f"{kind}.jsonl"
     references = _baselines(baselines)
-    _check_options(nproc, rounds, output)
+    _check_options(nproc, rounds, target)
+    check_output(output)
     _check_combination(
         kind,
         target=target,
@@ -185,7 +187,7 @@ def _check_combination(
         raise ConfigError(f"--rounds is {rounds} with --waterfall, which is of one run; give 1")
 
 
-def _check_options(nproc: int, rounds: int, output: Path) -> None:
+def _check_options(nproc: int, rounds: int, target: float | None) -> None:
     launcher = rank_environment().launcher
     if launcher != "none":
         raise ConfigError(
@@ -195,11 +197,33 @@ def _check_options(nproc: int, rounds: int, output: Path) -> None:
     for option, value in (("--nproc", nproc), ("--rounds", rounds)):
         if value < 1:
             raise ConfigError(f"{option} is {value}; give 1 or more")
+    if target is not None:
+        _check_mfu(f"--target is {target}", target)
+
+
+def check_output(output: Path) -> None:
+    """Raises ConfigError where rows could not be appended to `output`; writes nothing."""
     if output.is_dir():
         raise ConfigError(f"--output {output} is a folder; name a file that rows are appended to")
-    blocked = next((path for path in output.parents if path.exists() and not path.is_dir()), None)
-    if blocked is not None:
-        raise ConfigError(f"--output {output} lies below {blocked}, which is a file; name another")
+    there = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if there != output and not there.is_dir():
+        raise ConfigError(f"--output {output} lies below {there}, which is a file; name another")
+    try:
+        if there == output:
+            output.open("a").close()
+        else:
+            tempfile.TemporaryFile(
+                dir=there
+            ).close()  # asked of the system, which knows all reasons
+    except OSError as error:
+        raise ConfigError(
+            f"--output {output} cannot be written ({there}: {error.strerror}); name another file"
+        ) from None
+
+
+def _check_mfu(given: str, value: float) -> None:
+    if not 0.0 < value <= 1.0:  # also what is not a number
+        raise ConfigError(f"{given}; MFU is a fraction above 0 and at most 1, such as 0.544")
 
 
 def _baselines(given: Sequence[str]) -> dict[str, float]:
@@ -209,9 +233,10 @@ def _baselines(given: Sequence[str]) -> dict[str, float]:
         try:
             found[name] = float(value)
         except ValueError:
-            raise ConfigError(
-                f"--baseline is {item!r}; give name=mfu, such as megatron_core=0.544"
-            ) from None
+            name = ""
+        if not name:
+            raise ConfigError(f"--baseline is {item!r}; give name=mfu, such as megatron_core=0.544")
+        _check_mfu(f"--baseline is {item!r}", found[name])
     return found
 
 

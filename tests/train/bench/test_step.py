@@ -72,6 +72,15 @@ REFUSED: dict[str, tuple[list[str], list[str], int, str]] = {
     "no pipeline": ([], ["--bubble"], 0, "only a pipeline has a bubble: set it to 2 or more"),
     "baseline": ([], ["--baseline", "megatron"], 0, "--baseline is 'megatron'; give name=mfu"),
     "folder": ([], ["--output", "DIR"], 0, "is a folder; name a file that rows are appended to"),
+    "nameless": ([], ["--baseline", "=0.5"], 0, "--baseline is '=0.5'; give name=mfu"),
+    "percent": ([], ["--baseline", "peer=54.4"], 0, "'peer=54.4'; MFU is a fraction above 0"),
+    "no number": ([], ["--target", "nan"], 0, "--target is nan; MFU is a fraction above 0"),
+    "unwritable": (
+        [],
+        ["--output", "/proc/rows.jsonl"],
+        0,
+        "--output /proc/rows.jsonl cannot be written (/proc: No such file or directory); name",
+    ),
     "file": ([], ["--output", "DIR/tiny.toml/rows"], 0, "tiny.toml, which is a file; name another"),
 }
 
