@@ -1,7 +1,7 @@
 """Marks every operator of a step on the compute stream, forward and backward, by class of work.
 
-An operator is bracketed by two identities. `_Exit` behind it runs first in its backward and opens
-the span there, `_Enter` before it runs last and closes it; the forward's span is opened and closed
+An operator is bracketed by two identities. The one behind it runs first in its backward and opens
+the span there, the one before it runs last and closes it; the forward's span is opened and closed
 around the call. So it works for one function and for a chain of them, and nothing that is bracketed
 knows of it. Brackets nest, and time belongs to the innermost: that of a layer is what its
 operators leave (activation, residuals, sums of gradients).
@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,41 +38,26 @@ from megascale.train.assemble import Assembly
 _PASSES = ("backward", "backward_input", "backward_weight", "head")
 
 
-class _Enter(torch.autograd.Function):
+class _Told(torch.autograd.Function):
+    """Identity; its backward calls `tell`."""
+
     @staticmethod
-    def forward(ctx: Any, bracket: _Bracket, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.bracket = bracket
+    def forward(ctx: Any, tell: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.tell = tell
         return tuple(x.detach() for x in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.bracket.backward_ended()
+        ctx.tell()
         return None, *grads
 
 
-class _Exit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, bracket: _Bracket, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.bracket = bracket
-        return tuple(x.detach() for x in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.bracket.backward_started()
-        return None, *grads
-
-
+@dataclass(frozen=True, eq=False)
 class _Bracket:
     """One call of an operator."""
 
-    def __init__(self, probe: Probe, work: str, key: str) -> None:
-        self.probe, self.work, self.key = probe, work, key
-
-    def backward_started(self) -> None:
-        self.probe.open_backward(self)
-
-    def backward_ended(self) -> None:
-        self.probe.close_backward(self)
+    work: str
+    key: str
 
 
 @dataclass(frozen=True)
@@ -109,12 +95,14 @@ class Probe:
         """`call`, with marks around it; `inputs` are the places of its activations."""
 
         def marked(*args: Any, **kwargs: Any) -> Any:
-            bracket = _Bracket(self, work, key)
+            bracket = _Bracket(work, key)
             given, depth = list(args), len(self._forward)
             places = [i for i in inputs if i < len(given) and _differentiable(given[i])]
             if places:
                 for i, x in zip(
-                    places, _Enter.apply(bracket, *(given[i] for i in places)), strict=True
+                    places,
+                    _Told.apply(partial(self.close_backward, bracket), *(given[i] for i in places)),
+                    strict=True,
                 ):
                     given[i] = x
                 if work == "gemm" and key not in self.samples:
@@ -125,7 +113,7 @@ class Probe:
             several = isinstance(output, tuple)
             values = output if several else (output,)
             if any(map(_differentiable, values)):
-                values = _Exit.apply(bracket, *values)
+                values = _Told.apply(partial(self.open_backward, bracket), *values)
             return values if several else values[0]
 
         return marked
