@@ -2,9 +2,9 @@
 
 `main_grad` is a tensor of the weight's shape in the main dtype (fp32), set by its owner (the
 sharded data parallel). Where it exists, the weight-gradient GEMM adds to it and autograd sees no
-gradient; where it does not, an ordinary gradient is returned. On an H200 the accumulating GEMM with
-fp32 output takes 1.09 ms at n = k = 12288, m = 2048, against 1.37 ms for a bf16 GEMM and an fp32
-add, and it does not round each micro-batch's gradient to bf16.
+gradient; where it does not, an ordinary gradient is returned. A GEMM that accumulates
+(`weight_gradient`) is faster than a GEMM and an addition, and does not round each micro-batch's
+gradient to bf16.
 
 Weights live on `ctx`, not in `save_for_backward`: activation checkpointing hands back detached
 copies of saved tensors, and `main_grad` would be lost. Inputs are saved the normal way, so that

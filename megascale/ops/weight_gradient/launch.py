@@ -1,18 +1,14 @@
-"""When the Hopper kernel adds a weight gradient, with which tiles, and its launch.
-
-A tile shape costs waves of tiles: of a few shapes the one that leaves the fewest SMs idle in the
-last wave is taken, weighed by what its tiles reach of the engine's rate (`_TILES`).
-"""
+"""When the Hopper kernel adds a weight gradient, with which tiles, and its launch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton import cdiv
 
 from megascale.kernels.driver import current_stream
 from megascale.kernels.hopper_gemm import CONSUMER_WARPS, descriptor
@@ -23,7 +19,7 @@ from megascale.ops.weight_gradient.hopper import weight_gradient_hopper
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the kernel cuts a problem.
+    """How the kernel cuts a problem. Others were slower (docs/log.md): 256 x 128 and 128 x 128.
 
     block_m, block_n  rows (O) and columns (I) of a tile; block_k rows (T) of a step
     pieces            in which a finished tile leaves; a piece has block_n / pieces columns
@@ -41,26 +37,7 @@ class Tiles:
     fetch: int = 2
 
 
-_TILES: tuple[tuple[Tiles, float], ...] = ((Tiles(), 1.0),)
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-@cache
-def tiles_of(rows: int, columns: int, num_sms: int) -> Tiles:
-    """The tiles for main_grad [rows, columns]."""
-
-    def cost(entry: tuple[Tiles, float]) -> float:
-        tiles, rate = entry
-        count = ceil_div(rows, tiles.block_m) * ceil_div(columns, tiles.block_n)
-        waves = ceil_div(count, num_sms)
-        return waves * tiles.block_m * tiles.block_n / rate
-
-    return min(_TILES, key=cost)[0]
-
-
+DEFAULT_TILES = Tiles()
 MOST_PAIRS = 4
 _ENOUGH_ROWS = 8192
 
@@ -102,7 +79,7 @@ def launch(
     *,
     overwrite: bool,
     num_sms: int,
-    tiles: Tiles | None = None,
+    tiles: Tiles = DEFAULT_TILES,
 ) -> None:
     """Add (or write) the sum of grad_y^T @ x over `pairs` on the current stream.
 
@@ -115,7 +92,6 @@ def launch(
     )  # fmt: skip
     call = _calls.get(key)
     if call is None:
-        tiles = tiles or tiles_of(*main_grad_OI.shape, num_sms)
         arguments, constants, programs = arguments_of(
             main_grad_OI, pairs, tiles, overwrite=overwrite, num_sms=num_sms
         )
@@ -141,7 +117,7 @@ def arguments_of(
 ) -> tuple[dict[str, Any], dict[str, Any], int]:
     """Arguments and constants of the kernel, and its number of programs."""
     rows, columns = main_grad_OI.shape
-    tiles_m, tiles_n = ceil_div(rows, tiles.block_m), ceil_div(columns, tiles.block_n)
+    tiles_m, tiles_n = cdiv(rows, tiles.block_m), cdiv(columns, tiles.block_n)
     blocks = ((tiles.block_k, tiles.block_m), (tiles.block_k, tiles.block_n))
     names = [name for i in range(MOST_PAIRS) for name in (f"grad_{i}", f"x_{i}")]
     arguments = {
@@ -153,7 +129,7 @@ def arguments_of(
         "out_desc": descriptor(main_grad_OI, piece),
         "tiles_m": tiles_m,
         "tiles_n": tiles_n,
-        "k_steps": ceil_div(pairs[0][1].shape[0], tiles.block_k),
+        "k_steps": cdiv(pairs[0][1].shape[0], tiles.block_k),
     }
     constants = {
         "PAIRS": len(pairs),
