@@ -40,12 +40,13 @@ def near(found: Tensor, wanted: Tensor, dtype: torch.dtype, scale: float | None 
     """`found` is `wanted` (fp64) rounded to `dtype` once or twice, or summed in fp32 in another
     order: within that of the largest value (`scale`)."""
     assert found.shape == wanted.shape, (found.shape, wanted.shape)
-    scale = float(wanted.detach().abs().max()) if scale is None else scale
+    found, wanted = found.detach().double(), wanted.detach()
+    scale = float(wanted.abs().max()) if scale is None else scale
     rounding = ROUNDING.get(dtype, 2.0**-20)
     bound = 2 * rounding * wanted.abs() + (rounding if dtype == torch.float32 else 1e-5) * scale
-    worst = ((found.detach().double() - wanted.detach()).abs() / bound.clamp_min(1e-30)).max()
-    assert math.isfinite(float(worst)), found
-    assert worst <= 1.0, (float(worst), dtype, found.shape)
+    worst = float(((found - wanted).abs() / bound.clamp_min(1e-30)).max())
+    assert math.isfinite(worst), found
+    assert worst <= 1.0, (worst, dtype, found.shape)
 
 
 def leaf(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:

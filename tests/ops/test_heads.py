@@ -61,9 +61,8 @@ def _check_case(
     joined.requires_grad_()
     rope = wide_rope = None
     if with_rope:
-        place = torch.device(device)
-        wide_rope = rope_table(seq_len, head_dim, 1e4, None, F64, place)
-        rope = rope_table(seq_len, head_dim, 1e4, None, dtype, place)
+        rope = rope_table(seq_len, head_dim, 1e4, None, dtype, torch.device(device))
+        wide_rope = rope[0].double(), rope[1].double()  # the same angles: fp32 loses some far out
     (qkv, *_), (part, *_) = split_columns(joined, (width, 8) if in_part else (width,))
     arguments = (seq_len, head_dim, num_q // num_kv)
     found = heads(qkv, *arguments, rope, part=part if in_part else None)
