@@ -1,11 +1,14 @@
-"""The base of every configuration section: frozen, closed, and helpful when a key is misspelt."""
+"""The base of every configuration section: frozen, closed, strict about types, and helpful when a
+key is misspelt."""
 
 from __future__ import annotations
 
 import difflib
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+
+from megascale.config.value_types import check_type
 
 
 class Section(BaseModel):
@@ -28,3 +31,10 @@ class Section(BaseModel):
             hint = f"did you mean {near[0]!r}?" if near else f"legal keys: {', '.join(legal)}"
             raise ValueError(f"unknown key {key!r}; {hint}")
         return values
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _of_its_type(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None, "validates fields"
+        check_type(value, cls.model_fields[info.field_name])
+        return value

@@ -58,7 +58,7 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("preset") is not None:
+        if isinstance(values, dict) and isinstance(values.get("preset"), str):
             name = values["preset"]
             if name not in PRESETS:
                 raise ValueError(f"model.preset is {name!r}; {nearest_preset(name)}")

@@ -166,11 +166,13 @@ def _model_config(theirs: HfFolder) -> ModelConfig:
 
 
 def _problem(details: ErrorDetails) -> str:
-    """One of pydantic's problems in a few words; what a validator of ours says stands alone."""
+    """One of pydantic's problems in a few words; what a validator of ours says of the whole model
+    stands alone."""
     message = details["msg"].removeprefix("Value error, ")
-    if details["type"] == "value_error":
-        return message
-    return f"model.{'.'.join(map(str, details['loc']))}: {message}, got {details['input']!r}"
+    if details["type"] != "value_error":
+        message = f"{message}, got {details['input']!r}"
+    where = ".".join(map(str, details["loc"]))
+    return f"model.{where}: {message}" if where else message
 
 
 def _logical_views(theirs: HfFolder, model: ModelConfig) -> dict[str, Tensor]:

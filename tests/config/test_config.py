@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from megascale.config import PRESETS, BatchRampUp, RunConfig, TrainingConfig, load_config
 from megascale.errors import ConfigError
 from megascale.topology import Mesh
+from tools.config_reference import sections
 
 REFUSED = [
     (["training.stepz=3"], "unknown key 'stepz'; did you mean 'steps'?"),
     (["trainig.steps=3"], "unknown section 'trainig'; did you mean 'training'?"),
     (["steps=3"], "not section.key=value"),
     (["training.steps"], "not section.key=value"),
-    (["training.steps=abc"], "training.steps: Input should be a valid integer.*got 'abc'"),
+    (["training.steps=abc"], "training.steps: got 'abc', legal: a whole number >= 0; give one"),
     (["model.preset=gpt3-174b"], "did you mean 'gpt3-175b'"),
     (["parallelism.tensor_parallel_size=3"], "does not divide model.num_heads 4; legal.*1, 2, 4"),
     (["model.num_kv_heads=3"], "not a multiple of model.num_kv_heads 3"),
@@ -30,6 +32,7 @@ REFUSED = [
     (["model.position=learned", "model.max_seq_len=8"], "longer than the 8 learned positions"),
     (["training.batch_ramp_up={start=2,increment=4,samples=10}"], "misses.*multiple of increment"),
     (["model.hidden_dropout=1.0"], "less than 1"),
+    (["model.preset=[1]"], r"model.preset: got \[1\], legal: text or null"),
 ]
 
 
@@ -37,6 +40,66 @@ REFUSED = [
 def test_bad_values_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         load_config(None, overrides)
+
+
+# keys of each type, what is no value of that type, and what the message says of it
+WRONG_TYPES = {
+    int: (
+        ("training.steps", "model.num_kv_heads", "parallelism.zero_stage", "data.prefetch"),
+        ("true", "false", "2.0", "1.5", '"2"', "[2]"),
+        "a whole number|1 or 2; give one",
+    ),
+    float: (
+        ("optimizer.lr", "metrics.peak_tflops", "parallelism.bucket_mb", "comm.timeout_s"),
+        ("true", "false", '"2"', "[2]"),
+        "a number.*; give one",
+    ),
+    bool: (
+        ("data.synthetic", "parallelism.share_head", "telemetry.enable"),
+        ("0", "1", "1.0", '"yes"', '"on"'),
+        "true or false; give one, such as (true|false)",
+    ),
+    str: (("job.run_dir", "model.preset"), ("true", "3", "1.5"), "text.*needs quotes"),
+}
+WRONG = [
+    (key, value, legal)
+    for keys, values, legal in WRONG_TYPES.values()
+    for key in keys
+    for value in values
+]
+
+
+@pytest.mark.parametrize("source", ["recipe", "--set"])
+@pytest.mark.parametrize(("key", "value", "legal"), WRONG)
+def test_a_value_of_another_type_is_refused(
+    tmp_path: Path, source: str, key: str, value: str, legal: str
+) -> None:
+    """Nothing is converted: `true` is no 1, 1 is no `true`, "2" is no 2."""
+    recipe = tmp_path / "recipe.toml"
+    section, _, name = key.partition(".")
+    recipe.write_text(f"[{section}]\n{name} = {value}\n" if source == "recipe" else "")
+    with pytest.raises(ConfigError, match=rf"{key}: got .*, legal: .*{legal}") as refused:
+        load_config(recipe, [f"{key}={value}"] if source == "--set" else [])
+    assert str(refused.value).count("\n") == 0
+
+
+def test_no_key_of_any_section_was_forgotten() -> None:
+    """Every number refuses `true`, every switch refuses 1."""
+    tried = 0
+    for section in sections().values():
+        for key, field in section.model_fields.items():
+            kinds = {field.annotation, *get_args(field.annotation)} & {int, float, bool, 1}
+            if not kinds:
+                continue
+            wrong, shown = (1, "1") if bool in kinds else (True, "true")
+            with pytest.raises(ValueError, match=rf"\n{key}\n.*got {shown}, legal: "):
+                section.model_validate({key: wrong})
+            tried += 1
+    assert tried > 60
+
+
+def test_whole_numbers_are_legal_for_numbers() -> None:
+    assert load_config(None, ["optimizer.clip_grad=1"]).optimizer.clip_grad == 1.0
 
 
 def test_several_problems_are_told_at_once() -> None:

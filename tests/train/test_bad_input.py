@@ -35,7 +35,13 @@ REFUSED: dict[str, tuple[list[str], tuple[str, ...], int, str]] = {
     "misspelt key": (["model.hidden_sise=3"], (), 2, "'hidden_sise'; did you mean 'hidden_size'?"),
     "unknown key": (["job.zzz=3"], (), 2, "unknown key 'zzz'; legal keys: run_dir, description"),
     "no value": (["model.hidden_size"], (), 2, "is not section.key=value; for example --set"),
-    "wrong type": (["training.steps=many"], (), 2, "training.steps: Input should be a valid int"),
+    "wrong type": (
+        ["training.steps=many"],
+        (),
+        2,
+        "training.steps: got 'many', legal: a whole num",
+    ),
+    "a switch for a number": (["training.steps=true"], (), 2, "training.steps: got true, legal: a"),
     "unknown preset": (["model.preset=llama9"], (), 2, "'llama9'; did you mean"),
     "heads over tensor ranks": (
         ["parallelism.tensor_parallel_size=3"],
