@@ -36,6 +36,7 @@ class RankMemory:
 
     parameter_bytes: int
     main_gradient_bytes: int
+    reduction_bytes: int
     optimizer_bytes: int
     activation_bytes: int
     logits_bytes: int
@@ -83,6 +84,7 @@ def predict_memory(config: RunConfig, mesh: Mesh, stage: int) -> RankMemory:
     return RankMemory(
         parameter_bytes=dtype_bytes * local,
         main_gradient_bytes=_main_gradient_bytes(config, mesh, stage, local),
+        reduction_bytes=_reduction_bytes(config, mesh, stage, local),
         optimizer_bytes=_optimizer_bytes(training.dtype, local, mesh.data),
         activation_bytes=_activation_bytes(config, mesh, stage),
         logits_bytes=logits,
@@ -97,6 +99,16 @@ def _main_gradient_bytes(config: RunConfig, mesh: Mesh, stage: int, local: int) 
         return main_bytes * local
     bucket = min(local, _bucket_elements(config, mesh, stage))
     return main_bytes * (-(-local // mesh.data) + min(local, _BUCKETS_IN_FLIGHT * bucket))
+
+
+def _reduction_bytes(config: RunConfig, mesh: Mesh, stage: int, local: int) -> int:
+    """Gradients that travel in bf16 (`parallel/reduce_scatter.py`): a copy of a bucket that is sent
+    and one that is received; on CUDA one bucket's at a time, in the order of a stream. In the main
+    dtype they travel in place."""
+    if config.parallelism.grad_reduce_dtype != "bfloat16" or mesh.data == 1:
+        return 0
+    sent = _DTYPE_BYTES["bfloat16"] * min(local, _bucket_elements(config, mesh, stage))
+    return 2 * sent
 
 
 def _bucket_elements(config: RunConfig, mesh: Mesh, stage: int) -> int:

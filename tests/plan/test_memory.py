@@ -76,6 +76,26 @@ def test_zero_2_keeps_a_shard_and_two_buckets() -> None:
     assert gradient_bytes(1000.0) == count + 4 * count  # one bucket: no more than all of it
 
 
+def test_gradients_in_bf16_need_a_bucket_to_send_and_one_to_receive() -> None:
+    def reduction_bytes(mesh: Mesh, dtype: str = "float32", **parallelism: Any) -> int:
+        config = _config(
+            model={"preset": "tiny-llama"},
+            training={"dtype": dtype, "global_batch_size": 8},
+            parallelism={"grad_reduce_dtype": "bfloat16", **parallelism},
+        )
+        return predict_memory(config, mesh, 0).reduction_bytes
+
+    count, layer = 238_144, 43_136
+    assert reduction_bytes(Mesh(data=4)) == 2 * 2 * count  # one bucket holds all
+    assert reduction_bytes(Mesh(data=4), bucket_mb=0.001) == 2 * 2 * layer
+    limit = 200_000
+    assert reduction_bytes(Mesh(data=4), bucket_mb=4 * limit / 1e6) == 2 * 2 * limit
+    assert reduction_bytes(Mesh(data=4), "float64", bucket_mb=8 * limit / 1e6) == 2 * 2 * limit
+    assert reduction_bytes(Mesh(data=4), zero_stage=2, bucket_mb=0.001) == 2 * 2 * layer
+    assert reduction_bytes(Mesh(data=1)) == 0
+    assert reduction_bytes(Mesh(data=4), grad_reduce_dtype="main") == 0
+
+
 def test_activations_follow_the_schedule() -> None:
     """Stage 0 of 1F1B holds p micro-batches, the last stage one; GPipe holds all."""
 

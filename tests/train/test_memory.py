@@ -1,4 +1,5 @@
-"""The predicted state of a rank is what a rank allocates: parameters, gradients, optimizer.
+"""The predicted state of a rank is what a rank allocates: parameters, gradients, optimizer, and
+what gradients that travel in bf16 need on their way.
 
 Measured: every tensor that is alive after a training step. It exceeds the prediction by padding
 (of which the buckets know) and by small change (batch, positions, norms), never by a copy of
@@ -96,3 +97,37 @@ def test_a_rank_allocates_what_is_predicted() -> None:
             assert memory.predicted_in_flight * (1 + MOST_PADDING) >= in_flight, (name, memory)
             small_change = memory.allocated - in_flight - memory.predicted * padding
             assert 0 <= small_change <= SMALL_CHANGE_BYTES, (name, memory)
+
+
+IN_BF16 = "parallelism.grad_reduce_dtype=bfloat16"
+TRAVELS = {
+    "one bucket": [IN_BF16],
+    "zero2, small buckets": [IN_BF16, *ZERO_2, BF16],
+}
+
+
+def _measure_reductions(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
+    """(the most that starting a bucket's reduction allocates, predicted), by layout."""
+    found = {}
+    for name, changes in TRAVELS.items():
+        config = load_config(None, [*TINY, *MODEL, *changes])
+        mesh = config.mesh(world_size)
+        zero = assemble(config, mesh, torch.device("cpu")).zero
+        assert zero.groups.data is not None
+        taken = []
+        for bucket in zero.buckets:
+            full = torch.zeros(bucket.num_elements, dtype=bucket.gradient.dtype)
+            forget_live_tensors()
+            pending = zero._gradients.reduction.start(bucket, full, zero.groups.data)
+            taken.append(live_bytes() - full.nbytes)  # the result will be a view of it
+            pending.wait()
+        found[name] = max(taken), predict_memory(config, mesh, 0).reduction_bytes
+    return found
+
+
+@pytest.mark.full
+def test_gradients_that_travel_in_bf16_take_what_is_predicted() -> None:
+    for found in run_ranks(_measure_reductions, 4):
+        for name, (taken, predicted) in found.items():
+            least = predicted if name == "one bucket" else predicted / 2  # those are never full
+            assert 0 < least <= taken <= predicted * (1 + MOST_PADDING), (name, found)
