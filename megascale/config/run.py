@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from megascale.config.base import Section
+from megascale.config.cluster import ClusterConfig
 from megascale.config.model import ModelConfig
 from megascale.config.operators import OperatorsConfig
 from megascale.config.parallelism import ActivationCheckpointConfig, ParallelismConfig
@@ -129,6 +130,7 @@ class RunConfig(Section):
     metrics: MetricsConfig = MetricsConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     comm: CommConfig = CommConfig()
+    cluster: ClusterConfig = ClusterConfig()
     debug: DebugConfig = DebugConfig()
 
     @model_validator(mode="after")
