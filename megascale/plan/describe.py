@@ -130,6 +130,7 @@ def describe(config: RunConfig, world_size: int) -> Description:
         micro_batches=count,
         transfers=par.pipeline_transfers,
         shared_head=par.share_head,
+        split_backward=par.join_weight_gradients > 1,
     )
     bounds = check_schedule(schedule)
     layers = split_layers(model.num_layers, par.num_chunks)

@@ -160,6 +160,7 @@ def _activation_bytes(config: RunConfig, mesh: Mesh, stage: int) -> int:
         stage,
         transfers=par.pipeline_transfers,
         shared_head=par.share_head,
+        split_backward=par.join_weight_gradients > 1,
     )
     most = _most_alive(actions, bytes_of, deferred_of, par.join_weight_gradients)
     if mode == "full":  # the layer that is being recomputed
@@ -175,13 +176,9 @@ def _most_alive(
     kept      by chunk: from its forward to its backward or the input's half of it
     deferred  by chunk: from there until its weights' half has run, with `joined` of them at a time
     """
-    left: Counter[int] = Counter()
-    splits = any(action.kind is ActionKind.BACKWARD_WEIGHT for action in actions)
-    weights = ActionKind.BACKWARD_WEIGHT if splits else ActionKind.BACKWARD
-    defers = {weights} if splits or joined > 1 else set()
-    if joined > 1:
-        defers.add(ActionKind.HEAD)
-    left.update(action.chunk for action in actions if action.kind in defers)
+    heads = {ActionKind.HEAD} if joined > 1 else set()  # else a head's run at once
+    defers = {ActionKind.BACKWARD_WEIGHT} | heads
+    left = Counter(action.chunk for action in actions if action.kind in defers)
     waiting: Counter[int] = Counter()
     alive = most = 0
     for action in actions:
@@ -190,8 +187,7 @@ def _most_alive(
             alive += kept[chunk]
         if action.kind in INPUT_GRADIENTS:
             alive -= kept[chunk]
-            alive += deferred[chunk] if defers else 0
-        if action.kind is ActionKind.HEAD and action.kind in defers:
+        if action.kind is ActionKind.BACKWARD_INPUT or action.kind in heads:
             alive += deferred[chunk]
         most = max(most, alive)
         if action.kind in defers:

@@ -60,6 +60,22 @@ def test_a_shared_head_and_halves_are_said() -> None:
     assert last.bounds.deferred == 2
 
 
+def test_joined_weight_gradients_cut_the_backwards_of_every_schedule() -> None:
+    def deferred(joined: int) -> list[int]:
+        parallelism = {"pipeline_parallel_size": 2, "join_weight_gradients": joined}
+        config = parse_config(
+            {
+                "model": {"preset": "tiny-llama", "num_layers": 4},
+                "parallelism": parallelism,
+                "training": {"seq_len": 32, "global_batch_size": 8},
+            }
+        )
+        return [stage.bounds.deferred for stage in describe(config, 2).stages]
+
+    assert deferred(1) == [0, 0]
+    assert deferred(2) == [1, 1]
+
+
 def test_an_illegal_layout_is_refused() -> None:
     config = parse_config({"model": {"preset": "tiny-llama"}})
     with pytest.raises(ConfigError, match="nearest legal"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +23,8 @@ from megascale.plan.actions import (
 from megascale.plan.check import check_schedule
 from megascale.plan.schedules import SCHEDULES, TRANSFERS, build_schedule, build_stage
 from megascale.plan.schedules.shared_head import MOST_STAGES
-from megascale.plan.schedules.transfers import receives_for
+from megascale.plan.schedules.transfers import receives_for, sends_of
+from tests.plan.simulate import step_time
 
 GOLDEN = Path(__file__).parent / "golden"
 SNAPSHOTS = [
@@ -57,6 +60,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         micro_batches=micro_batches,
         transfers="decoupled" if shared_head else draw(st.sampled_from(sorted(TRANSFERS))),
         shared_head=shared_head,
+        split_backward=draw(st.booleans()),
     )
 
 
@@ -103,6 +107,75 @@ def test_orders_by_hand() -> None:
     )
 
 
+def test_a_cut_backward_sends_its_gradient_between_the_halves() -> None:
+    """The receive for the next forward is posted before both: the weights' half may be empty."""
+    shape = PipelineShape(4, 2, 16)
+    actions = build_stage("interleaved_1f1b", shape, 1, split_backward=True)
+    text = " ".join(map(str, actions))
+    assert "RA1.7@0 BI5.2 SG5.2@0 BW5.2 RG5.3@2 F1.7 SA1.7@2" in text
+
+
+@settings(max_examples=80, deadline=None)
+@given(schedules())
+def test_a_cut_schedule_is_the_whole_one_with_each_backward_in_two(schedule: Schedule) -> None:
+    """Decoupled, a gradient's send stands between the halves. Without the weights' halves the order
+    is that of whole backwards, transfers included."""
+    name, shape, kind = schedule.name, schedule.shape, SCHEDULES[schedule.name]
+    if kind.splits_backward or kind.forward_only:
+        return
+    options: dict[str, Any] = {
+        "transfers": schedule.transfers,
+        "shared_head": schedule.shared_head,
+    }
+    for stage in range(shape.stages):
+        whole = build_stage(name, shape, stage, **options)
+        cut = build_stage(name, shape, stage, split_backward=True, **options)
+        for half in (a for a in cut if a.kind is ActionKind.BACKWARD_INPUT):
+            sends = sends_of(shape, half) if schedule.transfers == "decoupled" else []
+            follow = (*sends, replace(half, kind=ActionKind.BACKWARD_WEIGHT))
+            place = cut.index(half) + 1
+            assert cut[place : place + len(follow)] == follow
+        left = [a for a in cut if a.kind is not ActionKind.BACKWARD_WEIGHT]
+        as_whole = {ActionKind.BACKWARD_INPUT: ActionKind.BACKWARD}
+        assert [replace(a, kind=as_whole.get(a.kind, a.kind)) for a in left] == list(whole)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b"])
+def test_a_burst_of_weight_gradients_keeps_no_neighbour_waiting(name: str) -> None:
+    """Of each chunk's K micro-batches the last computes the weights' halves of all: cut, they are
+    off the way of the gradient."""
+    joined, stages, micro_batches = 4, 4, 16
+
+    def cost(action: Action) -> float:
+        burst = float(joined) if action.micro_batch % joined == joined - 1 else 0.0
+        costs = {
+            ActionKind.FORWARD: 1.0,
+            ActionKind.BACKWARD: 1.0 + burst,
+            ActionKind.BACKWARD_INPUT: 1.0,
+            ActionKind.BACKWARD_WEIGHT: burst,
+        }
+        return costs[action.kind]
+
+    chunks = 2 if name == "interleaved_1f1b" else 1
+    work = 3.0 * micro_batches * chunks
+    idle = [
+        step_time(
+            build_schedule(
+                name,
+                stages=stages,
+                chunks_per_stage=chunks,
+                micro_batches=micro_batches,
+                transfers="decoupled",
+                split_backward=split,
+            ),
+            cost,
+        )
+        - work
+        for split in (False, True)
+    ]
+    assert idle[1] < 0.5 * idle[0], idle
+
+
 def test_decoupled_receive_before_a_steady_backward_feeds_the_next_forward() -> None:
     """MegaScale 3.2, Figure 4: around a backward, the receive and the send are the others'."""
     actions = build_stage("interleaved_1f1b", PipelineShape(4, 2, 16), 1)
@@ -143,7 +216,8 @@ def test_coupled_waits_before_each_compute_that_follows_a_transfer() -> None:
 @given(schedules())
 def test_decoupled_transfers_run_beside_a_compute_in_every_phase(schedule: Schedule) -> None:
     """Warm-up and cool-down too: between a receive and the compute that waits for it stands another
-    one, unless it is the stage's first; and a send is waited for by no compute of its stage."""
+    one that is more than a weights' half, unless it is the stage's first; and a send is waited for
+    by no compute of its stage."""
     if schedule.transfers != "decoupled":
         return
     for actions in schedule.actions:
@@ -156,4 +230,4 @@ def test_decoupled_transfers_run_beside_a_compute_in_every_phase(schedule: Sched
             elif action.kind in COMPUTES:
                 for receive in receives_for(schedule.shape, action):
                     assert posted[receive] < num_computes or num_computes == 0, (receive, action)
-                num_computes += 1
+                num_computes += action.kind is not ActionKind.BACKWARD_WEIGHT

@@ -84,6 +84,18 @@ def test_orders_by_hand() -> None:
     texts = [" ".join(str(a) for a in acts if a.peer_stage is None) for acts in schedule.actions]
     assert texts[1] == "F1.0 F1.1 F3.0 H4.0 B3.0 F3.1 H4.1 B3.1 B1.0 B1.1"
     assert texts[0] == "F0.0 F0.1 F2.0 H4.0 F2.1 H4.1 B2.0 B2.1 B0.0 B0.1"
+    cut = [
+        " ".join(
+            map(
+                str,
+                build_stage(
+                    schedule.name, schedule.shape, s, shared_head=True, split_backward=True
+                ),
+            )
+        )
+        for s in (0, 1)
+    ]
+    assert "H4.0 RA3.1@0 BI3.0 SG3.0@0 BW3.0 F3.1 H4.1" in cut[1]
 
 
 def _edited(schedule: Schedule, stage: int, old: int, new: int) -> Schedule:

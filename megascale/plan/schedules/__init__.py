@@ -3,12 +3,15 @@
 A generator gives the rounds of computes of a stage; transfers are inserted by `transfers.py`, the
 same for all. `build_stage` makes one stage's list alone, so that a rank of a long pipeline does not
 pay for the others.
+
+Where weight gradients are joined over micro-batches, `split_backward` cuts the backwards of every
+schedule in halves, so that a gradient leaves before a burst of them and not behind it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megascale.plan.actions import Action, PipelineShape, Schedule
 from megascale.plan.schedules import forward_only, gpipe, interleaved, one_f_one_b, zero_bubble
@@ -34,6 +37,16 @@ class ScheduleKind:
     @property
     def splits_backward(self) -> bool:
         return self.deferred_limit is not None
+
+    def in_halves(self) -> ScheduleKind:
+        """With each whole backward cut in two, the weights' half right behind the inputs'."""
+        if self.splits_backward or self.forward_only:
+            return self
+        return replace(
+            self,
+            rounds=lambda shape, stage: zero_bubble.split(self.rounds(shape, stage), delay=0),
+            deferred_limit=lambda shape, _stage: zero_bubble.limit(shape, 0),
+        )
 
 
 SCHEDULES: dict[str, ScheduleKind] = {
@@ -69,12 +82,16 @@ def build_stage(
     *,
     transfers: str = "decoupled",
     shared_head: bool = False,
+    split_backward: bool = False,
 ) -> tuple[Action, ...]:
-    """The actions of one stage, in order."""
+    """The actions of one stage, in order.
+
+    split_backward  no whole backwards: a schedule that has them gets each one's halves in its place
+    """
     assert name in SCHEDULES, f"schedule is one of {list(SCHEDULES)}, got {name!r}"
     assert transfers in TRANSFERS, f"transfers is one of {list(TRANSFERS)}, got {transfers!r}"
     assert 0 <= stage < shape.stages, (stage, shape)
-    kind = SCHEDULES[name]
+    kind = _kind(name, split_backward)
     assert kind.forward_only or shape.micro_batches >= shape.stages, (
         f"{shape.micro_batches} micro-batches cannot fill {shape.stages} stages"
     )
@@ -90,6 +107,10 @@ def build_stage(
     return tuple(TRANSFERS[transfers](shape, rounds))
 
 
+def _kind(name: str, split_backward: bool) -> ScheduleKind:
+    return SCHEDULES[name].in_halves() if split_backward else SCHEDULES[name]
+
+
 def build_schedule(
     name: str,
     *,
@@ -98,14 +119,22 @@ def build_schedule(
     micro_batches: int,
     transfers: str,
     shared_head: bool = False,
+    split_backward: bool = False,
 ) -> Schedule:
     """The actions of every stage, with the bounds that the schedule promises."""
     shape = PipelineShape(stages, chunks_per_stage, micro_batches)
     actions = tuple(
-        build_stage(name, shape, s, transfers=transfers, shared_head=shared_head)
+        build_stage(
+            name,
+            shape,
+            s,
+            transfers=transfers,
+            shared_head=shared_head,
+            split_backward=split_backward,
+        )
         for s in range(stages)
     )
-    kind = SCHEDULES[name]
+    kind = _kind(name, split_backward)
     return Schedule(
         name=name,
         shape=shape,

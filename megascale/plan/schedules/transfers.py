@@ -1,9 +1,10 @@
 """Insert sends and receives into a compute order: decoupled (MegaScale 3.2) or coupled.
 
 Decoupled: every transfer stands alone. A send is posted right after the compute that made its
-value; a receive is posted `PREFETCH_COMPUTES` computes before its consumer. So before a backward of
-the steady phase the receive that is posted feeds the next forward, and transfers run beside
-computation in every phase (MegaScale Figure 4).
+value; a receive is posted `PREFETCH_COMPUTES` computes before its consumer, weights' halves not
+counted. So before a backward of the steady phase the receive that is posted feeds the next forward,
+and transfers run beside computation in every phase (MegaScale Figure 4). A weights' half hides
+nothing to rely on: where weight gradients are joined over K micro-batches, one in K does any work.
 
 Coupled: what is sent after a round and what is received for the next are posted together, and the
 stage waits for all of them, as a batch of paired sends and receives does. The slowest of them
@@ -35,11 +36,13 @@ stages, jitter of 30 %, gives the same step time for a window of 1 as for an unl
 def decoupled(shape: PipelineShape, rounds: Sequence[Round]) -> list[Action]:
     computes = [compute for round_ in rounds for compute in round_]
     actions: list[Action] = []
-    posted = 0
-    for i, compute in enumerate(computes):
-        while posted <= min(i + PREFETCH_COMPUTES, len(computes) - 1):
-            actions += receives_for(shape, computes[posted])
-            posted += 1
+    hiding = [compute for compute in computes if compute.kind is not ActionKind.BACKWARD_WEIGHT]
+    horizon, posted = PREFETCH_COMPUTES, 0
+    for compute in computes:
+        horizon += compute.kind is not ActionKind.BACKWARD_WEIGHT
+        for ahead in hiding[posted:horizon]:
+            actions += receives_for(shape, ahead)
+        posted = horizon
         actions.append(compute)
         actions += sends_of(shape, compute)
     return actions
