@@ -14,7 +14,8 @@ Invariants:
 Backward in halves: BACKWARD_INPUT runs autograd with weight gradients deferred (`ops/deferred.py`),
 BACKWARD_WEIGHT runs what was deferred. `join_weight_gradients` = K puts weight gradients off
 further, until K micro-batches of a chunk have theirs waiting (or the chunk's last one has), and
-runs them as joined GEMMs; whole backwards then defer theirs too. Data parallelism is told of the
+runs them as joined GEMMs. Every schedule then has halves, the gradient's send between the two: the
+stage before does not wait for K micro-batches' weight gradients. Data parallelism is told of the
 weights, not of the inputs: a bucket that left before its weight gradients would be wrong.
 
 A shared head (`shared_head.py`) computes forward and backward of the head in one HEAD action, so
@@ -121,6 +122,7 @@ class PipelineRuntime:
                 self._stage,
                 transfers=self._transfer_mode,
                 shared_head=self._shared_head,
+                split_backward=self._joined > 1,
             )
         step = StepStore(shape)
         for action in self._actions[key]:
@@ -138,7 +140,7 @@ class PipelineRuntime:
         elif action.kind is ActionKind.BACKWARD:
             self._backward(step, chunk, m)
         elif action.kind is ActionKind.BACKWARD_INPUT:
-            self._input_gradient(step, chunk, m, "backward_input")
+            self._input_gradient(step, chunk, m)
         elif action.kind is ActionKind.BACKWARD_WEIGHT:
             self._weight_gradients(step, chunk, m)
         elif action.kind is ActionKind.HEAD:
@@ -184,10 +186,7 @@ class PipelineRuntime:
             step.to_send[ActionKind.SEND_ACTIVATION, chunk, m] = y.detach()
 
     def _backward(self, step: StepStore, chunk: int, m: int) -> None:
-        if self._joined > 1:
-            self._input_gradient(step, chunk, m, "backward")
-            self._weight_gradients(step, chunk, m)
-            return
+        assert self._joined == 1, f"a whole backward does not join {self._joined} micro-batches"
         gradient = self._output_gradient(step, chunk, m)
         last = step.counts_last_backward(chunk)
         self._on_backward_start(chunk, m, last)
@@ -196,11 +195,11 @@ class PipelineRuntime:
         self._on_backward_done(chunk, m, last)
         self._keep_to_send(step, chunk, m)
 
-    def _input_gradient(self, step: StepStore, chunk: int, m: int, span: str) -> None:
+    def _input_gradient(self, step: StepStore, chunk: int, m: int) -> None:
         """Backward without the weights' gradients, which are deferred."""
         gradient = self._output_gradient(step, chunk, m)
         work = step.deferred[chunk, m] = DeferredWork(keeps_gathered=self._joined > 1)
-        with self._span(span, chunk=chunk, micro_batch=m), deferring(work):
+        with self._span("backward_input", chunk=chunk, micro_batch=m), deferring(work):
             torch.autograd.backward(step.roots.pop((chunk, m)), gradient)
         self._keep_to_send(step, chunk, m)
 

@@ -217,23 +217,26 @@ def test_gradients_equal_the_unsplit_network(
     _assert_steps_equal_the_unsplit_network(stages, v, schedule, transfers, counts)
 
 
+@pytest.mark.parametrize("transfers", ["decoupled", "coupled"])
 @pytest.mark.parametrize(
     ("stages", "v", "schedule", "joined"),
     [
         (1, 1, "1f1b", 3),
+        (2, 1, "gpipe", 3),
         (2, 1, "1f1b", 2),
         (2, 2, "interleaved_1f1b", 4),
+        (3, 2, "interleaved_1f1b", 2),
         (2, 1, "zb_h1", 3),
         (2, 2, "interleaved_zb", 2),
         (2, 2, "interleaved_zb", 100),
     ],
 )
 def test_joined_weight_gradients_equal_the_unsplit_network(
-    stages: int, v: int, schedule: str, joined: int
+    stages: int, v: int, schedule: str, joined: int, transfers: str
 ) -> None:
     """Also where the number does not divide the micro-batches, and where it is beyond them."""
     counts = [2 * stages, 4 * stages, stages]
-    _assert_steps_equal_the_unsplit_network(stages, v, schedule, "decoupled", counts, joined=joined)
+    _assert_steps_equal_the_unsplit_network(stages, v, schedule, transfers, counts, joined=joined)
 
 
 @pytest.mark.parametrize("transfers", ["decoupled", "coupled"])
@@ -394,6 +397,20 @@ def test_joined_weights_are_told_once(schedule: str) -> None:
                 ("start", chunk, 3, True),
                 ("done", chunk, 3, True),
             ]
+
+
+@pytest.mark.parametrize(("v", "schedule"), [(1, "gpipe"), (1, "1f1b"), (2, "interleaved_1f1b")])
+def test_a_gradient_is_sent_before_joined_weight_gradients(v: int, schedule: str) -> None:
+    for rank, events in enumerate(run_ranks(_events, 2, v, 4, schedule, 3)):
+        assert "backward" not in {event[0] for event in events}
+        for chunk in range(rank, 2 * v, 2):
+            for m in range(4):
+                place = events.index(("backward_input", chunk, m))
+                assert chunk == 0 or events[place + 1] == ("send", chunk, m)
+            for m in (2, 3):
+                start = events.index(("start", chunk, m, m == 3))
+                assert events[start + 1] == ("backward_weight", chunk, m)
+                assert events.index(("backward_input", chunk, m)) < start
 
 
 def _count_waits(rank: int, stages: int, transfers: str) -> tuple[int, int]:

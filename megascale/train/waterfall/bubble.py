@@ -36,7 +36,8 @@ def idle_ns(
 
     durations_ns  of every compute, by span, of a stage's part of a shared head by ("head", stage,
                   micro-batch); what is absent takes no time (weight gradients that were computed
-                  with those of another micro-batch)
+                  with those of another micro-batch). Inputs' halves say that the schedule's
+                  backwards were cut (joined weight gradients); "backward" is then the other half
     shared_head   HEAD is a meeting of all stages: it begins when the last of them is there
     """
     simulation = _Simulation(schedule, shape, durations_ns, shared_head)
@@ -55,11 +56,18 @@ class _Simulation:
         durations_ns: Mapping[Compute, int],
         shared_head: bool,
     ) -> None:
-        self.shape, self.shared_head, self._durations = shape, shared_head, durations_ns
+        self.shape, self.shared_head = shape, shared_head
+        halves = any(name == "backward_input" for name, _, _ in durations_ns)
+        names = {"backward": "backward_weight"} if halves else {}
+        self._durations = {
+            (names.get(name, name), place, m): ns for (name, place, m), ns in durations_ns.items()
+        }
         self._left = [
             deque(
                 action
-                for action in build_stage(schedule, shape, stage, shared_head=shared_head)
+                for action in build_stage(
+                    schedule, shape, stage, shared_head=shared_head, split_backward=halves
+                )
                 if action.kind in COMPUTES
             )
             for stage in range(shape.stages)

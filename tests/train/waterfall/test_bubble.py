@@ -40,6 +40,22 @@ def test_backward_in_halves_leaves_less() -> None:
     assert max(idle_ns("zb_h1", shape, halves)) < min(whole)
 
 
+@pytest.mark.parametrize("named", ["backward_weight", "backward"])
+def test_joined_weight_gradients_keep_no_neighbour_waiting(named: str) -> None:
+    """Of four micro-batches one computes the weights' halves of all, behind its gradient's send."""
+    shape, burst = PipelineShape(4, 1, 8), 4 * 10
+    each = _durations("zb_h1", shape, forward=10, backward_input=10, backward_weight=0)
+    halves: dict[Compute, int] = {key: ns for key, ns in each.items() if ns}
+    halves |= {(named, stage, m): burst for stage in range(4) for m in (3, 7)}
+    whole: dict[Compute, int] = {}
+    for (name, stage, m), ns in halves.items():
+        key = ("forward" if name == "forward" else "backward", stage, m)
+        whole[key] = whole.get(key, 0) + ns
+    idle, idle_whole = idle_ns("1f1b", shape, halves), idle_ns("1f1b", shape, whole)
+    assert idle == (3 * 20,) * 4, "a forward and an input's half of each other stage"
+    assert min(idle_whole) == 3 * (20 + 2 * burst), "which else wait for the bursts too"
+
+
 def test_a_slow_stage_makes_the_others_wait() -> None:
     shape = PipelineShape(2, 1, 4)
     durations = _durations("1f1b", shape, forward=10, backward=20)
