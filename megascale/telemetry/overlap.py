@@ -8,8 +8,9 @@ transfer and the one that waits for it is what hides it, whatever the machine's 
 `findings` is empty where every overlap of MegaScale 3.2 is there:
 * data      a bucket's gradients are posted before computation that does not need them, all but the
             last; parameters are waited for inside the forward that reads them
-* pipeline  a receive is posted before the computation ahead of the one that it feeds; nothing is
-            waited for but the input of the next computation
+* pipeline  a receive is posted before the computation ahead of the one that it feeds, weights'
+            halves not counted; a value is sent before the next computation; nothing is waited for
+            but the input of the next computation
 * tensor    a column linear's backward posts the gather for the weight's gradient before the input's
 and where the ranks of every group launched its operations in one order, without which they would
 wait for each other for ever. Of a run that has its operators marked (`telemetry.waterfall`) it can
@@ -127,29 +128,40 @@ def _between_data_ranks(spans: Iterable[Span]) -> list[tuple[Span, Span]]:
 
 
 def late_transfers(spans: Sequence[Span]) -> list[str]:
-    """Receives that are posted too late, and waits for what the next computation does not need."""
+    """Receives and sends that are posted too late, and waits for what the next computation does not
+    need. A weights' half hides no receive: with joined weight gradients most of them are empty."""
     computes = [s for s in spans if s.name in COMPUTES]
+    hiding = [s for s in computes if s.name != "backward_weight"]
     found = []
     for receive in (s for s in spans if s.name == "recv"):
-        feeds = "forward" if receive.op == "activation" else "backward"
-        position = next(
-            (
-                i
-                for i, c in enumerate(computes)
-                if c.name in (feeds, f"{feeds}_input")
-                and (c.chunk, c.micro_batch) == (receive.chunk, receive.micro_batch)
-            ),
-            None,
-        )
-        if position and receive.t0_ns > computes[position - 1].t0_ns:
+        position = _end_point(receive, hiding)
+        if position and receive.t0_ns > hiding[position - 1].t0_ns:
             found.append(
                 f"the {receive.op} of chunk {receive.chunk}, micro-batch {receive.micro_batch} is "
                 "not posted before the computation ahead of the one that it feeds"
+            )
+    for send in (s for s in spans if s.name == "send"):
+        position = _end_point(send, computes)
+        behind = [] if position is None else computes[position + 1 :]
+        if behind and send.t0_ns > behind[0].t0_ns:
+            found.append(
+                f"the {send.op} of chunk {send.chunk}, micro-batch {send.micro_batch} is not sent "
+                "before the computation behind the one that makes it"
             )
     waits = [s for s in spans if s.name == "pp_wait" and s.op == "all"]
     if waits:
         found.append(f"{len(waits)} times everything posted is waited for, sends too")
     return found
+
+
+def _end_point(transfer: Span, computes: Sequence[Span]) -> int | None:
+    """The place of the computation that a receive feeds or that makes what is sent."""
+    kind = "forward" if transfer.op == "activation" else "backward"
+    for place, compute in enumerate(computes):
+        same = (compute.chunk, compute.micro_batch) == (transfer.chunk, transfer.micro_batch)
+        if same and compute.name in (kind, f"{kind}_input"):
+            return place
+    return None
 
 
 # ---------------------------------------------------------------- tensor ranks

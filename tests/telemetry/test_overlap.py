@@ -30,6 +30,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "pp2-vp2-zb-dp2": (4, [PP2, VP2, "parallelism.pipeline_schedule=interleaved_zb"]),
     "pp2-vp2-shared": (2, [PP2, VP2, "parallelism.share_head=true"]),
     "tp2-joined": (2, [TP2, JOINED]),
+    "pp2-vp2-joined": (2, [PP2, VP2, JOINED]),
+    "pp2-vp2-shared-joined": (2, [PP2, VP2, "parallelism.share_head=true", JOINED]),
     "dp2-zero2-joined": (2, ["parallelism.zero_stage=2", JOINED]),
 }
 
@@ -159,4 +161,32 @@ def test_a_receive_that_is_posted_late_is_found() -> None:
     (found,) = overlap.late_transfers(spans)
     assert "the activation of chunk 1, micro-batch 1 is not posted before" in found
     early = [replace(s, t0_ns=1) if s.t0_ns == 11 else s for s in spans]
+    assert overlap.late_transfers(early) == []
+
+
+def test_a_weights_half_hides_no_receive() -> None:
+    """It may be empty: what stands between a receive and its consumer has to be a computation."""
+    spans = [
+        _span("backward_input", 0, 10, chunk=1, micro_batch=0),
+        _span("recv", 11, 12, op="activation", chunk=1, micro_batch=1),
+        _span("backward_weight", 13, 13, chunk=1, micro_batch=0),
+        _span("forward", 14, 20, chunk=1, micro_batch=1),
+    ]
+    (found,) = overlap.late_transfers(spans)
+    assert "the activation of chunk 1, micro-batch 1 is not posted before" in found
+    early = [replace(s, t0_ns=-1) if s.name == "recv" else s for s in spans]
+    assert overlap.late_transfers(early) == []
+
+
+def test_a_gradient_that_leaves_behind_the_weights_half_is_found() -> None:
+    spans = [
+        _span("backward_input", 0, 10, chunk=1, micro_batch=3),
+        _span("backward_weight", 12, 40, chunk=1, micro_batch=3, op="4 joined"),
+        _span("send", 41, 42, op="gradient", chunk=1, micro_batch=3),
+        _span("forward", 50, 60, chunk=3, micro_batch=4),
+        _span("send", 61, 62, op="activation", chunk=3, micro_batch=4),
+    ]
+    (found,) = overlap.late_transfers(spans)
+    assert "the gradient of chunk 1, micro-batch 3 is not sent before" in found
+    early = [replace(s, t0_ns=11) if s.t0_ns == 41 else s for s in spans]
     assert overlap.late_transfers(early) == []
