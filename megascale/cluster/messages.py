@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-VERSION = 1
+VERSION: Literal[1] = 1
 POLL_S = 20.0
 TEXT = 2_000
 BODY_BYTES = 1 << 20  # a larger request is refused unread
