@@ -38,9 +38,10 @@ from benchmarks.peers.turns import Budget, Found, Runners, Say, measure
 from megascale.env import switch_multicast_off
 from megascale.errors import ConfigError
 from megascale.flux.bench.rows import append
-from megascale.train.bench.case import Case, runs_on_gpus
+from megascale.train.bench.case import Case
 from megascale.train.bench.rows import Origin, Row
 from megascale.train.bench.start import RESULTS, check_output
+from megascale.train.devices import runs_on_gpus
 
 DRY_PORT = 29500
 

@@ -22,6 +22,7 @@ from megascale.env import RankEnvironment, rank_environment
 from megascale.errors import CheckpointError, ConfigError, MegascaleError
 from megascale.plan.describe import describe
 from megascale.train.corpus import resolve_vocabulary
+from megascale.train.devices import check_devices_can
 from megascale.train.launch import launch_local, record_failure
 from megascale.train.run_folder import RunFolder
 
@@ -46,6 +47,7 @@ def start_training(
     config = load_config(recipe, overrides)
     if dry_run:  # needs the data for nothing but a vocabulary that the recipe leaves out
         sized = config if config.model.vocab_size else resolve_vocabulary(config)
+        check_devices_can(sized, nproc or rank.world_size)
         _print_plan(sized, nproc or rank.world_size)
         return
     config = resolve_vocabulary(config)
@@ -57,10 +59,11 @@ def start_training(
                     f"{option} {value} was given to a rank that {rank.launcher} started; "
                     "leave it out"
                 )
+        check_devices_can(config, rank.world_size)
         become_rank(config, rank, resume=resume)
         return
     num_ranks = nproc or 1
-    config.mesh(num_ranks)
+    check_devices_can(config, num_ranks)
     folder.check(resume=resume)
     _check_initial_weights(config)
     if num_ranks == 1:

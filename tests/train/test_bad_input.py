@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megascale.data import train_bpe
 from megascale.env import free_port
@@ -27,6 +28,8 @@ def _nproc(count: int) -> tuple[str, ...]:
 
 DATA = "data.synthetic=false"
 PP2 = "parallelism.pipeline_parallel_size=2"
+TP2 = "parallelism.tensor_parallel_size=2"
+CPU = "training.device=cpu"
 
 # name: settings, further arguments, exit code, what the message says. DIR is the test's folder,
 # with prepared data in DIR/data and a file DIR/file.
@@ -129,13 +132,42 @@ REFUSED: dict[str, tuple[list[str], tuple[str, ...], int, str]] = {
         3,
         "less than one sample of seq_len 100000",
     ),
+    "operators for GPUs": (
+        [TP2, CPU, "parallelism.flux=chunked"],
+        _nproc(2),
+        2,
+        "parallelism.flux is \"chunked\", and training.device is 'cpu'; the kernels need CUDA de",
+    ),
+    "operators for GPUs, where there are none": (
+        [TP2, "training.device=auto", "parallelism.flux=fused"],
+        _nproc(2),
+        2,
+        'parallelism.flux is "fused", and this machine has no CUDA device (training.device ',
+    ),
+    "operators that starve NCCL": (
+        [TP2, "training.device=cuda", "parallelism.flux=fused"],
+        _nproc(4),
+        2,
+        'parallelism.flux is "fused" with pipeline or data parallelism, whose NCCL transfers st',
+    ),
+    "backend for GPUs": (
+        [CPU, "comm.backend=nccl"],
+        _nproc(2),
+        2,
+        "comm.backend is 'nccl', which needs CUDA devices, and training.device is 'cpu'; use 'aut",
+    ),
     "run folder is a file": (["job.run_dir=DIR/file/run"], (), 2, "DIR/file is a file; name"),
     "nothing to resume": ([], ("--resume",), 4, "--resume: DIR/run holds no run"),
     "no weights": (["checkpoint.initial_load_path=DIR/no"], (), 4, "'DIR/no', which is no folder"),
 }
 
 
-@pytest.mark.usefixtures("nothing_starts", "data")
+@pytest.fixture
+def no_gpus(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+@pytest.mark.usefixtures("nothing_starts", "data", "no_gpus")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_before_anything_happens(
     tmp_path: Path, monkeypatch: Patch, capsys: Capture, name: str
@@ -150,6 +182,40 @@ def test_refused_before_anything_happens(
     assert message.replace("DIR", str(tmp_path)) in errors
     assert errors.count("error:") == 1
     assert list(tree(tmp_path)) == before
+
+
+@pytest.mark.usefixtures("nothing_starts", "no_gpus")
+@pytest.mark.parametrize("name", [name for name in REFUSED if "GPUs" in name or "NCCL" in name])
+def test_a_plan_refuses_what_the_devices_cannot(
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture, name: str
+) -> None:
+    settings, more, code, message = REFUSED[name]
+    arguments = (*more, "--dry-run")
+    assert train_here(monkeypatch, tmp_path / "run", *settings, more=arguments) == code
+    told = capsys.readouterr()
+    assert message in told.err
+    assert told.out == ""
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_a_plan_for_a_machine_with_gpus(
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    settings = [TP2, "training.device=cuda", "parallelism.flux=chunked"]
+    more = (*_nproc(2), "--dry-run")
+    assert train_here(monkeypatch, tmp_path / "run", *settings, more=more) == 0
+    assert "tensor parallel 2" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_a_rank_of_a_launcher_refuses_before_it_waits_for_peers(
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    _as_rank(monkeypatch, RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, **place)
+    settings = [TP2, "training.device=auto", "parallelism.flux=chunked"]
+    assert train_here(monkeypatch, tmp_path / "run", *settings) == 2
+    assert "and this machine has no CUDA device" in capsys.readouterr().err
 
 
 def test_a_recipe_that_cannot_be_read(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:

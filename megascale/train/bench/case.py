@@ -15,6 +15,7 @@ from megascale.config import RunConfig, load_config
 from megascale.errors import ConfigError
 from megascale.plan.describe import describe
 from megascale.train.corpus import resolve_vocabulary
+from megascale.train.devices import check_devices_can, runs_on_gpus
 
 WARM_UP_STEPS = 3
 LEAST_STEPS = WARM_UP_STEPS + 2  # one is timed; the last step's time includes draining the device
@@ -95,12 +96,6 @@ def make_case(
     return Case(model or config.model.preset or recipe.stem, recipe, wanted, config, num_ranks)
 
 
-def runs_on_gpus(config: RunConfig, num_gpus: int) -> bool:
-    """Ranks take GPUs where there are any, unless the configuration says otherwise."""
-    device = config.training.device
-    return device == "cuda" or (device == "auto" and num_gpus > 0)
-
-
 def _check_devices(config: RunConfig, num_ranks: int, num_gpus: int) -> None:
     if runs_on_gpus(config, num_gpus) and num_ranks > num_gpus:
         instead = f"start at most {num_gpus} (--nproc), or " if num_gpus else ""
@@ -108,6 +103,7 @@ def _check_devices(config: RunConfig, num_ranks: int, num_gpus: int) -> None:
             f"{num_ranks} rank(s) need a GPU each and this machine has {num_gpus}; {instead}"
             "measure on the CPU with --set training.device=cpu"
         )
+    check_devices_can(config, num_ranks, lambda: num_gpus)
 
 
 def _check_measurable(config: RunConfig) -> None:

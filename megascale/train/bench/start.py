@@ -17,13 +17,14 @@ from megascale.flux.bench.rows import append
 from megascale.train.bench.beside import Beside
 from megascale.train.bench.bubble import bubble_cases, measure_bubble
 from megascale.train.bench.bubble import summary as bubble_summary
-from megascale.train.bench.case import Case, make_case, runs_on_gpus
+from megascale.train.bench.case import Case, make_case
 from megascale.train.bench.climb import Climb, climb, table
 from megascale.train.bench.ladder import Planned, plan_ladder
 from megascale.train.bench.measure import Run, check_losses, check_same, run_case
 from megascale.train.bench.rows import Origin, Row, ladder_row, step_row
 from megascale.train.bench.waterfall import MARKED, SILENT, run_waterfall
 from megascale.train.bench.waterfall import table as waterfall_table
+from megascale.train.devices import runs_on_gpus
 
 RESULTS = Path("benchmarks/results")
 FAILED = 1

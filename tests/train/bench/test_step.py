@@ -42,6 +42,12 @@ REFUSED: dict[str, tuple[list[str], list[str], int, str]] = {
         0,
         "1 rank(s) need a GPU each and this machine has 0; measure on the CPU with --set",
     ),
+    "operators": (
+        [TP2, "parallelism.flux=chunked"],
+        ["--nproc", "2"],
+        0,
+        'parallelism.flux is "chunked", and this machine has no CUDA device',
+    ),
     "layout": ([PP2], ["--nproc", "3", "--ablate"], 0, "start a multiple of 2 ranks (--nproc)"),
     "misspelt": (["model.hidden_sise=3"], ["--ablate"], 0, "did you mean 'hidden_size'?"),
     "steps": (["training.steps=4"], [], 0, "training.steps is 4; the bench leaves out the first 3"),
@@ -240,10 +246,10 @@ def test_one_case_and_a_case_that_fails(tmp_path: Path) -> None:
     assert 0.0 < row["host_ms"] <= 1e3 * row["step_s"]
     assert "lead_ms" not in row, "a CPU has done what was launched"
     assert row["peak_gb"] > 0.05
-    failing = ("--set", "parallelism.flux=fused", "--set", TP2, "--nproc", "2")
-    result = _bench(tmp_path, *failing)
-    assert result.returncode == 2
-    assert 'of 2: parallelism.flux is "fused", and this rank computes on cpu' in result.stderr
+    failing = flags(["optimizer.lr=1e38", "training.nonfinite_policy=stop", TP2])
+    result = _bench(tmp_path, *failing, "--nproc", "2")
+    assert result.returncode == 6
+    assert re.search("of 2: .*not finite", result.stderr)
     assert output.read_text().splitlines() == [line]
 
 
