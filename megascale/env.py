@@ -28,6 +28,9 @@ MULTICAST_OFF = {
     "NVSHMEM_DISABLE_NVLS": "1",
 }
 
+# Faults that a self-check of this node shall meet, for tests: see `selfcheck_faults`.
+SELFCHECK_FAULT = "MEGASCALE_SELFCHECK_FAULT"
+
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _SRUN = ("SLURM_PROCID", "SLURM_LOCALID")
 _PORTS = range(20_000, 30_000)  # below the ephemeral range, from which the kernel serves others
@@ -199,12 +202,36 @@ def free_port() -> int:
 def agent_environment(variables: Mapping[str, str] | None = None) -> AgentEnvironment:
     """The MEGASCALE_* variables. LaunchError for one that is not known or not a number."""
     env = os.environ if variables is None else variables
-    known = {"MEGASCALE_PROGRESS_PAGE", "MEGASCALE_EPOCH"}
+    known = {"MEGASCALE_PROGRESS_PAGE", "MEGASCALE_EPOCH", SELFCHECK_FAULT}
     unknown = sorted(name for name in env if name.startswith("MEGASCALE_") and name not in known)
     if unknown:
         raise LaunchError(f"unknown variable {unknown[0]}; known: {', '.join(sorted(known))}")
     epoch = _integer(env, "MEGASCALE_EPOCH") if "MEGASCALE_EPOCH" in env else 0
     return AgentEnvironment(progress_page=env.get("MEGASCALE_PROGRESS_PAGE"), epoch=epoch)
+
+
+def selfcheck_faults(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """MEGASCALE_SELFCHECK_FAULT, a list such as "gemm:0.5,hang:replay": check name to its fault.
+
+    CHECK         "fail": the check fails
+    CHECK:0.5     "0.5": what it measures is multiplied by this
+    CHECK:flip    "flip": a bit of what it computes is flipped
+    hang:CHECK    "hang": it never ends
+    crash:CHECK   "crash": its process is killed
+
+    Raises LaunchError for anything else; which checks there are, the self-check knows.
+    """
+    env = os.environ if variables is None else variables
+    faults = {}
+    for entry in filter(None, (part.strip() for part in env.get(SELFCHECK_FAULT, "").split(","))):
+        found = re.fullmatch(r"(hang|crash):([a-z_]+)|([a-z_]+)(?::(flip|\d+(?:\.\d+)?))?", entry)
+        if not found:
+            raise LaunchError(
+                f"{SELFCHECK_FAULT} has {entry!r}; expected CHECK, CHECK:FACTOR, CHECK:flip, "
+                "hang:CHECK or crash:CHECK, separated by commas"
+            )
+        faults[found[2] or found[3]] = found[1] or found[4] or "fail"
+    return faults
 
 
 def switch_multicast_off(variables: MutableMapping[str, str] | None = None) -> None:

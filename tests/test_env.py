@@ -21,6 +21,7 @@ from megascale.env import (
     installed_versions,
     multicast_is_off,
     rank_environment,
+    selfcheck_faults,
     switch_multicast_off,
 )
 from megascale.errors import LaunchError
@@ -48,6 +49,28 @@ SRUN = {
 
 def without(variables: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("text", "faults"),
+    [
+        ("", {}),
+        ("memory", {"memory": "fail"}),
+        ("gemm:0.5", {"gemm": "0.5"}),
+        ("replay:flip, hang:all_to_all", {"replay": "flip", "all_to_all": "hang"}),
+        ("crash:host", {"host": "crash"}),
+    ],
+)
+def test_faults_of_a_selfcheck(text: str, faults: dict[str, str]) -> None:
+    given = {"MEGASCALE_SELFCHECK_FAULT": text}
+    assert selfcheck_faults(given) == faults
+    agent_environment(given)  # known: trainers under the same variables start
+
+
+@pytest.mark.parametrize("text", ["gemm:half", "hang:", "hang:a:b", "gemm 0.5", "gemm:-1"])
+def test_a_fault_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match="expected CHECK, CHECK:FACTOR"):
+        selfcheck_faults({"MEGASCALE_SELFCHECK_FAULT": text})
 
 
 def test_no_launcher_is_a_world_of_one() -> None:
