@@ -129,7 +129,10 @@ def _check_case(
 ) -> None:
     joined = leaf(rows, columns + 10 * strided, dtype=dtype, scale=2.0)
     joined = joined.detach().to(device).requires_grad_()
-    bias = leaf(columns, dtype=dtype).detach().to(device).requires_grad_() if with_bias else None
+    bias = None
+    if with_bias:
+        biases = leaf(columns, 1 + strided, dtype=dtype).detach().to(device)
+        bias = biases[:, 0].requires_grad_()
     (x, *_), (part, *_) = split_columns(joined, (columns, 10) if strided else (columns,))
     wide_x, wide_bias = wide(x), None if bias is None else wide(bias)
     wanted = activation_reference(name, wide_x, wide_bias)

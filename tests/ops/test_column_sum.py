@@ -39,6 +39,12 @@ def _check(dtype: torch.dtype, device: str, cases: list[tuple[int, int]]) -> Non
                 assert accumulate_partials(bias, partials) is None
                 wanted = sums if stale else 1 + sums
                 near(bias.main_grad, wanted, torch.float32, scale + 1)  # type: ignore[attr-defined]
+                apart = torch.ones(view.shape[1], 2, device=device)  # columns beside other values
+                bias.main_grad = apart[:, 0]  # type: ignore[attr-defined]
+                bias.main_grad_stale = stale  # type: ignore[attr-defined]
+                assert accumulate_partials(bias, partials) is None
+                near(apart[:, 0], wanted, torch.float32, scale + 1)
+                assert bool((apart[:, 1] == 1).all())
             plain = leaf(view.shape[1], dtype=dtype).detach().to(device)
             gradient = accumulate_partials(plain, partials)
             assert gradient is not None

@@ -119,6 +119,27 @@ def _check(dtype: torch.dtype, layer_norm: bool, device: str, cases: list[tuple[
     for rows, columns in cases:
         for with_branch, with_sum in ((True, True), (True, False), (False, True)):
             _check_case(dtype, layer_norm, device, rows, columns, with_branch, with_sum)
+        _check_strided(dtype, layer_norm, device, rows, columns)
+
+
+def _check_strided(
+    dtype: torch.dtype, layer_norm: bool, device: str, rows: int, columns: int
+) -> None:
+    """Values and gradients are those of the same tensors laid out contiguously, bit by bit."""
+    wide_x, grads = torch.randn(3, rows, 2 * columns, device=device).to(dtype), []
+    vectors = torch.randn(columns, 2, device=device).to(dtype)
+    for contiguous in (True, False):
+        x, branch, grad = (each[:, ::2].detach().requires_grad_() for each in wide_x)
+        weight, bias = (vectors[:, i].detach().requires_grad_() for i in (0, 1))
+        given = [x, branch, weight, bias]
+        if contiguous:
+            given = [each.detach().contiguous().requires_grad_() for each in given]
+        total, y = residual_norm(*given[:3], given[3] if layer_norm else None, EPS)
+        torch.autograd.backward([total, y], [grad.detach(), grad.detach()])
+        grads.append([total, y, *(each.grad for each in given if each.grad is not None)])
+    assert len(grads[0]) == len(grads[1]) == 6 - (not layer_norm)
+    for one, other in zip(*grads, strict=True):
+        assert torch.equal(one, other)
 
 
 def _check_case(

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megascale.ops.checks import check_beside, check_matrix
 from megascale.ops.column_split import Part
 from megascale.ops.column_sum import accumulate_partials, partial_column_sums
 from megascale.ops.mode import OperatorMode, takes_kernels
@@ -39,8 +40,17 @@ def activation(
     """The activation of that name (`model.activation`) of `x + bias`, `[T, A]`.
 
     bias_F  its gradient goes to `main_grad` where there is one (`ops/linear.py`)
+            [F] of x's dtype, strided as it likes
     part    where backward writes the gradient of x, if x is a part of a wider tensor
+    Raises ValueError for tensors that do not fit each other.
     """
+    check_matrix("activation", "x", x_TF)
+    check_beside("activation", "bias", bias_F, x_TF.shape[1:], x_TF)
+    if name == "swiglu" and x_TF.shape[1] % 2:
+        raise ValueError(
+            f"activation: x has {x_TF.shape[1]} columns; legal for swiglu: an even number, gates "
+            "and as many values behind them"
+        )
     if mode == "plain":
         return _forward(name, x_TF if bias_F is None else x_TF + bias_F)
     y_TA: Tensor = _Activation.apply(x_TF, bias_F, name, part)

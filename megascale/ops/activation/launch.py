@@ -24,7 +24,7 @@ def launch_forward(name: str, x_TF: Tensor, bias_F: Tensor | None) -> Tensor:
         num_blocks * -(-num_rows // FORWARD_ROWS[name]),
         {
             "x_ptr": x_TF,
-            "bias_ptr": bias_F,
+            "bias_ptr": None if bias_F is None else bias_F.contiguous(),
             "y_ptr": y_TA,
             "num_rows": num_rows,
             "num_columns": num_columns,
@@ -60,7 +60,7 @@ def launch_backward(
         num_blocks * splits,
         {
             "x_ptr": x_TF,
-            "bias_ptr": bias_F,
+            "bias_ptr": None if bias_F is None else bias_F.contiguous(),
             "grad_ptr": grad_TA,
             "grad_x_ptr": grad_x_TF,
             "partials_ptr": partials_PF,

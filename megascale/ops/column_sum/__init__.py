@@ -14,13 +14,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megascale.ops.checks import check_matrix
 from megascale.ops.deferred import defer_addition
 from megascale.ops.main_gradient import add_ordinary_gradient, take_stale
 from megascale.ops.mode import OperatorMode, takes_kernels
 
 
 def partial_column_sums(x_TN: Tensor, mode: OperatorMode = "fused") -> Tensor:
-    """fp32 (fp64 for fp64) `[P, N]`, whose sum over P is the sum of the rows of `x_TN`."""
+    """fp32 (fp64 for fp64) `[P, N]`, whose sum over P is the sum of the rows of `x_TN`.
+
+    Raises ValueError where that is no matrix of floating-point numbers.
+    """
+    check_matrix("partial_column_sums", "x", x_TN)
     if takes_kernels(mode, x_TN):
         from megascale.ops.column_sum.launch import launch_column_sums
 
@@ -33,7 +38,7 @@ def accumulate_partials(
 ) -> Tensor | None:
     """Add the sum over P to `parameter.main_grad` and return None, or return it if there is none.
 
-    parameter  [N], contiguous
+    parameter  [N], strided as it likes, and so its `main_grad`
     Deferred where weight gradients are (`ops/deferred.py`): the partial sums are kept.
     """
 
@@ -56,7 +61,7 @@ def _accumulate(parameter: Tensor, partials_PN: Tensor, mode: OperatorMode) -> T
 
 
 def _write_sums(out_N: Tensor, partials_PN: Tensor, overwrite: bool, mode: OperatorMode) -> None:
-    if takes_kernels(mode, partials_PN, out_N):
+    if out_N.is_contiguous() and takes_kernels(mode, partials_PN, out_N):
         from megascale.ops.column_sum.launch import launch_add_partials
 
         launch_add_partials(out_N, partials_PN, overwrite)

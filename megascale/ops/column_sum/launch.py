@@ -60,13 +60,12 @@ def launch_column_sums(x_TN: Tensor) -> Tensor:
 def launch_add_partials(out_N: Tensor, partials_PN: Tensor, overwrite: bool) -> None:
     """`out` += the sum of fp32 `partials` over P, or = it."""
     assert out_N.is_contiguous(), out_N.stride()
-    assert partials_PN.is_contiguous(), partials_PN.stride()
     num_partials, num_columns = partials_PN.shape
     launch(
         add_partials_kernel,
         -(-num_columns // SUMMED),
         {
-            "partials_ptr": partials_PN,
+            "partials_ptr": partials_PN.contiguous(),
             "out_ptr": out_N,
             "num_partials": num_partials,
             "num_columns": num_columns,

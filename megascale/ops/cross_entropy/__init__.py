@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale.ops.checks import check_matrix
 from megascale.ops.mode import OperatorMode, takes_kernels
 
 
@@ -142,9 +143,17 @@ def cross_entropy(
 
     labels_T   int64; where the mask is 0 any value is legal
     num_valid  columns that are real vocabulary; None: all
+    Raises ValueError for tensors that do not fit each other.
     The caller divides by the global number of unmasked tokens: a mean of means would weigh ranks
     with few tokens too much.
     """
+    check_matrix("cross_entropy", "logits", logits_TV)
+    for name, values_T in (("labels", labels_T), ("mask", mask_T)):
+        if values_T.shape != logits_TV.shape[:1] or values_T.device != logits_TV.device:
+            raise ValueError(
+                f"cross_entropy: {name} is {list(values_T.shape)} on {values_T.device} beside "
+                f"logits {list(logits_TV.shape)} on {logits_TV.device}; give one value a row there"
+            )
     num_valid = logits_TV.shape[1] if num_valid is None else num_valid
     return _CrossEntropy.apply(logits_TV, labels_T, mask_T, num_valid, mode)
 

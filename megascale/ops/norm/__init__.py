@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megascale.ops.checks import check_beside, check_matrix
 from megascale.ops.column_sum import accumulate_partials
 from megascale.ops.mode import OperatorMode, takes_kernels
 
@@ -37,8 +38,14 @@ def residual_norm(
 ) -> tuple[Tensor, Tensor]:
     """(x + branch, its norm), or (x, its norm). LayerNorm with a bias, RMSNorm without.
 
+    x, branch  [T, D]; weight, bias [D]; of one dtype on one device, strided as they like
     Gradients of weight and bias go to `main_grad` where there is one (`ops/linear.py`).
+    Raises ValueError for tensors that do not fit each other.
     """
+    check_matrix("residual_norm", "x", x_TD)
+    check_beside("residual_norm", "branch", branch_TD, x_TD.shape, x_TD)
+    check_beside("residual_norm", "weight", weight_D, x_TD.shape[1:], x_TD)
+    check_beside("residual_norm", "bias", bias_D, x_TD.shape[1:], x_TD)
     if mode == "plain":
         sum_TD = x_TD if branch_TD is None else x_TD + branch_TD
         if bias_D is None:

@@ -44,8 +44,8 @@ def launch_forward(
         {
             "x_ptr": x_TD,
             "branch_ptr": None if branch_TD is None else branch_TD.contiguous(),
-            "weight_ptr": weight_D,
-            "bias_ptr": bias_D,
+            "weight_ptr": weight_D.contiguous(),
+            "bias_ptr": None if bias_D is None else bias_D.contiguous(),
             "sum_ptr": None if branch_TD is None else sum_TD,
             "y_ptr": y_TD,
             "mean_ptr": mean_T,
@@ -83,7 +83,7 @@ def launch_backward(
         programs,
         {
             "sum_ptr": sum_TD,
-            "weight_ptr": weight_D,
+            "weight_ptr": weight_D.contiguous(),
             "grad_y_ptr": grad_y_TD,
             "grad_sum_ptr": None if grad_sum_TD is None else grad_sum_TD.contiguous(),
             "mean_ptr": mean_T,
