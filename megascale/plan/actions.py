@@ -5,9 +5,10 @@ lives on stage c % stages. A schedule is one list of actions a stage. Computing 
 order; transfers are posted in list order and complete on their own, and a compute waits only for
 the receive that feeds it.
 
-A zero-bubble schedule (2401.10241) cuts BACKWARD in two: BACKWARD_INPUT makes the gradient that the
-stage before waits for, BACKWARD_WEIGHT the gradients of the weights, which nobody waits for before
-the end of the step. A schedule has whole backwards or halves, never both.
+A zero-bubble schedule (2401.10241), and any other where weight gradients are joined, cuts BACKWARD
+in two: BACKWARD_INPUT makes the gradient that the stage before waits for, BACKWARD_WEIGHT the
+gradients of the weights, which nobody waits for before the end of the step. A schedule has whole
+backwards or halves, never both.
 
 With a shared head (`parallel/shared_head.py`) every stage has a HEAD action for each micro-batch:
 forward and backward of its rows of the vocabulary. It is a meeting of all stages, as its softmax is

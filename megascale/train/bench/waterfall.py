@@ -18,7 +18,6 @@ from megascale.config import RunConfig
 from megascale.errors import ConfigError
 from megascale.events import Span
 from megascale.plan.actions import PipelineShape
-from megascale.plan.schedules import SCHEDULES
 from megascale.telemetry.overlap import travelling
 from megascale.train.bench.beside import Beside
 from megascale.train.bench.case import Case
@@ -122,7 +121,6 @@ def _idle_ns(config: RunConfig, records: Sequence[RankRecord], own: RankRecord, 
     par, header = config.parallelism, own.header
     if header.pipeline == 1:
         return 0
-    splits = SCHEDULES[par.schedule].splits_backward
     durations: dict[Compute, int] = {}
     num_forwards = 0
     for record in records:
@@ -133,8 +131,6 @@ def _idle_ns(config: RunConfig, records: Sequence[RankRecord], own: RankRecord, 
             if span.chunk is None or span.micro_batch is None:
                 continue
             name, place, took = span.name, span.chunk, span.dur_ns
-            if name == "backward_weight" and not splits:
-                name = "backward"  # joined weight gradients, computed in its place
             if name == "head":  # a meeting: what it waits inside is none of its work
                 place, took = there.pp_rank, took - _meeting_ns(span, record.spans[step])
             if name in SPAN_OF.values():

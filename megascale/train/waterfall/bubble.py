@@ -37,7 +37,7 @@ def idle_ns(
     durations_ns  of every compute, by span, of a stage's part of a shared head by ("head", stage,
                   micro-batch); what is absent takes no time (weight gradients that were computed
                   with those of another micro-batch). Inputs' halves say that the schedule's
-                  backwards were cut (joined weight gradients); "backward" is then the other half
+                  backwards were cut (joined weight gradients)
     shared_head   HEAD is a meeting of all stages: it begins when the last of them is there
     """
     simulation = _Simulation(schedule, shape, durations_ns, shared_head)
@@ -58,10 +58,7 @@ class _Simulation:
     ) -> None:
         self.shape, self.shared_head = shape, shared_head
         halves = any(name == "backward_input" for name, _, _ in durations_ns)
-        names = {"backward": "backward_weight"} if halves else {}
-        self._durations = {
-            (names.get(name, name), place, m): ns for (name, place, m), ns in durations_ns.items()
-        }
+        self._durations = durations_ns
         self._left = [
             deque(
                 action
