@@ -134,7 +134,8 @@ def _check_strided(
         given = [x, branch, weight, bias]
         if contiguous:
             given = [each.detach().contiguous().requires_grad_() for each in given]
-        total, y = residual_norm(*given[:3], given[3] if layer_norm else None, EPS)
+        x, branch, weight, bias = given
+        total, y = residual_norm(x, branch, weight, bias if layer_norm else None, EPS)
         torch.autograd.backward([total, y], [grad.detach(), grad.detach()])
         grads.append([total, y, *(each.grad for each in given if each.grad is not None)])
     assert len(grads[0]) == len(grads[1]) == 6 - (not layer_norm)
