@@ -178,7 +178,10 @@ class Join(Message):
 
 
 class Joined(Message):
-    """epoch: of the job now; node_rank: None for a spare."""
+    """epoch: of the job now; node_rank: None for a spare.
+
+    save_deadline_s  how long a rank that is asked to save may take before it is ended
+    """
 
     epoch: Count
     node_rank: Count | None = None
@@ -186,12 +189,14 @@ class Joined(Message):
     orphan_timeout_s: Seconds
     grace_s: Seconds
     kill_deadline_s: Seconds
+    save_deadline_s: Seconds = 600.0
 
 
 class Heartbeat(Message):
     """Liveness by being sent, progress inside; the two are judged apart.
 
-    done  sequence number of the newest command that was obeyed
+    done          sequence number up to which every command has come to its end
+    first_failed  the rank of this node whose failure the others' follow from
     """
 
     node: Name
@@ -204,6 +209,7 @@ class Heartbeat(Message):
     devices: list[DeviceReport] = Field(default_factory=list, max_length=64)
     nics: list[NicReport] = Field(default_factory=list, max_length=64)
     log: list[LogMatch] = Field(default_factory=list, max_length=64)
+    first_failed: Count | None = None
 
 
 class Heard(Message):
