@@ -1,1 +1,40 @@
 """Who has the machines (docs/add-a-backend.md): a file each, one contract suite for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megascale.cluster.backends.base import AgentStart, Backend, Sizes
+from megascale.cluster.backends.local import LocalBackend
+from megascale.errors import LaunchError
+
+
+def _local(start: AgentStart, _sizes: Sizes, options: Mapping[str, Any]) -> Backend:
+    return LocalBackend(start, options)
+
+
+BACKENDS: dict[str, Callable[[AgentStart, Sizes, Mapping[str, Any]], Backend]] = {
+    "local": _local,
+}
+
+
+def make_backend(
+    name: str,
+    start: AgentStart,
+    *,
+    procs_per_node: int = 1,
+    spares: int = 0,
+    options: Mapping[str, Any] | None = None,
+) -> Backend:
+    """The backend `name` for one job; nothing is started. `options`: see its Options section.
+
+    LaunchError for an unknown name, an unknown option or an illegal value.
+    """
+    if name not in BACKENDS:
+        raise LaunchError(f"unknown backend {name!r}; known: {', '.join(BACKENDS)}")
+    if procs_per_node < 1 or spares < 0:
+        raise LaunchError(
+            f"{procs_per_node} processes a node and {spares} spares; at least 1 and 0 are legal"
+        )
+    return BACKENDS[name](start, Sizes(procs_per_node, spares), options or {})
