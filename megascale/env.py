@@ -16,6 +16,7 @@ import random
 import re
 import socket
 from collections.abc import Iterable, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -257,6 +258,12 @@ def child_environment(
     return {**env, **MULTICAST_OFF, **changes}
 
 
+def first_visible_gpu(variables: Mapping[str, str] | None = None) -> str:
+    """What the driver calls the first GPU that CUDA shows this process: a number or a UUID."""
+    env = os.environ if variables is None else variables
+    return env.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
+
+
 def hostname() -> str:
     return socket.gethostname()
 
@@ -265,10 +272,8 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     """Versions of those `packages` that are installed; the others are absent."""
     versions = {}
     for name in packages:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,16 +29,8 @@ class Stamped(Origin):
 
 
 def stamped(origin: Origin) -> Stamped:
-    """Device, clocks and time of now.
-
-    A child looks at the GPU: this process would keep memory of it through the runs that follow.
-    """
-    if origin.on_gpus:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            stamp = pool.apply(Origin.now, (origin,))
-    else:
-        stamp = origin.now()
-    return Stamped(origin.fields, origin.on_gpus, stamp)
+    """Device, clocks and time of now."""
+    return Stamped(origin.fields, origin.on_gpus, origin.now())
 
 
 def rows_of(

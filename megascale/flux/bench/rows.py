@@ -124,11 +124,22 @@ def newest(path: Path, origin: Origin, tp: int) -> list[Row]:
 
 def machine(device: torch.device) -> Row:
     """Driver, clocks, power and temperature of this rank's GPU: read, never changed."""
-    values = _nvml(device) or _nvidia_smi(device)
+    facts = gpu_facts(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    return {key: value for key, value in facts.items() if key != "name"}
+
+
+def gpu_facts(gpu: str) -> Row:
+    """Name, driver, clocks, power and temperature of a GPU, and NCCL's version.
+
+    gpu  its UUID, or its number on this machine
+    Asks the driver's library or nvidia-smi, and so makes no CUDA context, which takes 500 MB of the
+    GPU. What neither knows is absent.
+    """
+    values = _nvml(gpu) or _nvidia_smi(gpu)
     return {**values, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
 
 
-def _nvml(device: torch.device) -> Row:
+def _nvml(gpu: str) -> Row:
     """By the library, which takes 20 us; empty where there is none or it does not answer."""
     try:
         nvml = importlib.import_module("pynvml")
@@ -136,11 +147,13 @@ def _nvml(device: torch.device) -> Row:
         return {}
     try:
         nvml.nvmlInit()
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        driver = nvml.nvmlSystemGetDriverVersion()
+        if gpu.isdecimal():
+            handle = nvml.nvmlDeviceGetHandleByIndex(int(gpu))
+        else:
+            handle = nvml.nvmlDeviceGetHandleByUUID(gpu)
         return {
-            "driver_version": driver.decode() if isinstance(driver, bytes) else driver,
+            "name": _text(nvml.nvmlDeviceGetName(handle)),
+            "driver_version": _text(nvml.nvmlSystemGetDriverVersion()),
             "clocks.sm": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
             "clocks.mem": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
             "power.draw": nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
@@ -150,13 +163,17 @@ def _nvml(device: torch.device) -> Row:
         return {}
 
 
-def _nvidia_smi(device: torch.device) -> Row:
-    query = "driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu"
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _nvidia_smi(gpu: str) -> Row:
+    query = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu"
     found = _output(
-        ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", f"--id={uuid}"]
+        ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", f"--id={gpu}"]
     )
-    return dict(zip(query.split(","), map(str.strip, found.split(",")), strict=False))
+    values = map(str.strip, found.split(",") if found else [])
+    return dict(zip(query.split(","), values, strict=False))
 
 
 def _git(*arguments: str) -> str:

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megascale.config import RunConfig
-from megascale.env import installed_versions
-from megascale.flux.bench.rows import machine
+from megascale.env import first_visible_gpu, installed_versions
+from megascale.flux.bench.rows import gpu_facts
 from megascale.train.bench.case import Case
 from megascale.train.bench.ladder import Planned
 from megascale.train.bench.measure import Run
@@ -50,15 +48,17 @@ class Origin:
     def now(self) -> Row:
         """The fields of a row that is written now, right after its run.
 
-        This process looks at a GPU here for the first time, when no rank runs.
+        The GPU is looked at through its driver: a CUDA context of this process would take memory
+        from the ranks of the runs that follow.
         """
+        facts = gpu_facts(first_visible_gpu()) if self.on_gpus else {"name": "cpu"}
         row = {
-            "device": torch.cuda.get_device_name() if self.on_gpus else "cpu",
+            "device": facts.pop("name", "unknown"),
             **self.fields,
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         if self.on_gpus:
-            row["machine"] = machine(torch.device("cuda", 0))
+            row["machine"] = facts
         return row
 
 
