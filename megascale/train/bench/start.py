@@ -179,6 +179,11 @@ def _check_combination(
         )
     if kind != "step" and roof:
         raise ConfigError(f"--roof is given with {option}; measure it with one case")
+    if roof and "roof" in baselines:
+        raise ConfigError(
+            f"--baseline roof={baselines['roof']} is given with --roof, which measures the roof "
+            "and writes it under that name; leave one out, or name the baseline otherwise"
+        )
     if without_communication and kind != "waterfall":
         raise ConfigError(
             "--without-communication is given without --waterfall, which it checks; a step without "
@@ -231,6 +236,10 @@ def _baselines(given: Sequence[str]) -> dict[str, float]:
     found = {}
     for item in given:
         name, _, value = item.partition("=")
+        if name in found:
+            raise ConfigError(
+                f"--baseline {name} is given twice; a row has one value of each: drop one"
+            )
         try:
             found[name] = float(value)
         except ValueError:

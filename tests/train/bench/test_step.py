@@ -77,6 +77,18 @@ REFUSED: dict[str, tuple[list[str], list[str], int, str]] = {
     "turns": ([], ["--waterfall", "--rounds", "2"], 0, "--rounds is 2 with --waterfall, which is"),
     "no pipeline": ([], ["--bubble"], 0, "only a pipeline has a bubble: set it to 2 or more"),
     "baseline": ([], ["--baseline", "megatron"], 0, "--baseline is 'megatron'; give name=mfu"),
+    "roof twice": (
+        [],
+        ["--roof", "--baseline", "roof=0.5"],
+        0,
+        "--baseline roof=0.5 is given with --roof, which measures the roof and writes it under",
+    ),
+    "baseline twice": (
+        [],
+        ["--baseline", "peer=0.5", "--baseline", "peer=0.6"],
+        0,
+        "--baseline peer is given twice; a row has one value of each",
+    ),
     "folder": ([], ["--output", "DIR"], 0, "is a folder; name a file that rows are appended to"),
     "nameless": ([], ["--baseline", "=0.5"], 0, "--baseline is '=0.5'; give name=mfu"),
     "percent": ([], ["--baseline", "peer=54.4"], 0, "'peer=54.4'; MFU is a fraction above 0"),
