@@ -5,7 +5,7 @@
     GET  /v1/commands?node=&incarnation=&after=     long poll, at most POLL_S: list of Command
     POST /v1/results    Result     -> Heard         once a command
     GET  /v1/status                -> Status        people, the dashboard, tests
-    POST /v1/evict      EvictRequest, POST /v1/stop, POST /v1/update UpdateRequest    people
+    POST /v1/evict      EvictRequest, POST /v1/stop, POST /v1/update UpdateRequest -> Accepted
 
 All with `Authorization: Bearer TOKEN`. Unknown fields are refused; what is not known is absent.
 Sizes are bounded here, so that one agent cannot fill the driver: texts are cut by the sender to
@@ -317,3 +317,60 @@ class UpdateRequest(Message):
 
     overrides: list[Text] = Field(default_factory=list, max_length=64)
     reason: Text = ""
+
+
+class Accepted(Message):
+    """What was asked for will be decided next; `/v1/status` shows what came of it."""
+
+    epoch: Count
+
+
+class NodeStatus(Message):
+    """ranks: of this node, the first and the last; None for a spare."""
+
+    node: Name
+    state: Name
+    host: str
+    switch: str | None = None
+    node_rank: Count | None = None
+    ranks: tuple[Count, Count] | None = None
+    silence_s: Seconds
+
+
+class IncidentStatus(Message):
+    """An open one. opened_s: of the job's clock."""
+
+    number: Count
+    cause: str
+    opened_s: Seconds
+    nodes: list[str] = Field(default_factory=list)
+    ranks: list[Count] = Field(default_factory=list)
+    step: Count | None = None
+    text: str = ""
+
+
+class Status(Message):
+    """The job at a glance.
+
+    phase     as `cluster/job.py` names them
+    job_s     since the job's start, over restarts of the driver
+    ledger_s  where that time went, by kind (`cluster/ledger.py`); booked up to the last transition
+    ettr      useful share of it
+    refused   requests that were refused, by kind
+    """
+
+    phase: Name
+    epoch: Count
+    run_dir: str
+    job_s: Seconds
+    newest_step: Count
+    epoch_step: Count | None = None
+    world_size: Count
+    nodes: list[NodeStatus]
+    incidents: list[IncidentStatus]
+    restarts: dict[str, Count]
+    blocked: list[str]
+    ledger_s: dict[str, Seconds]
+    ettr: float | None = None
+    refused: dict[str, Count]
+    report: str = ""
