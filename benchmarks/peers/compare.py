@@ -136,7 +136,7 @@ def _all_cases(
             say,
             parsed.save_memory,
         )
-        step, rows = rows_of(_setup(name), case, found.ours, found.peers, origin)
+        step, rows = rows_of(_setup(name), case, found, origin)
         if step is not None:
             append(parsed.output, step)
         for row in rows:

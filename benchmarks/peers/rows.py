@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.peers.cases import OURS, PEERS, Peer, Setup
 from benchmarks.peers.options import llama_block
 from benchmarks.peers.result import Result, timed
+from benchmarks.peers.turns import Found
 from megascale.train.bench.case import Case
 from megascale.train.bench.measure import Run
 from megascale.train.bench.rows import Origin, Row, measured, step_row
@@ -36,15 +37,22 @@ def stamped(origin: Origin) -> Stamped:
 def rows_of(
     setup: Setup,
     case: Case,
-    ours: Sequence[Run],
-    peers: Mapping[str, Sequence[Result]],
+    made: Found,
     origin: Origin,
 ) -> tuple[Row | None, list[Row]]:
     """(row of `step`, None where megascale has no run; rows of `peers`, one a system)."""
     now = stamped(origin)
+    ours = made.ours
     found = {
-        name: peer_row(case, PEERS[name], name, results, now.stamp)
-        for name, results in peers.items()
+        name: peer_row(
+            case,
+            PEERS[name],
+            name,
+            results,
+            now.stamp,
+            num_discarded=made.discarded.get(name, 0),
+        )
+        for name, results in made.peers.items()
         if results
     }
     rows = list(found.values())
@@ -63,9 +71,18 @@ def rows_of(
 
 
 def peer_row(
-    case: Case, peer: Peer, name: str, results: Sequence[Result], stamp: Mapping[str, Any]
+    case: Case,
+    peer: Peer,
+    name: str,
+    results: Sequence[Result],
+    stamp: Mapping[str, Any],
+    *,
+    num_discarded: int = 0,
 ) -> Row:
-    """Of a peer: the median over its runs of each run's median step."""
+    """Of a peer: the median over its runs of each run's median step.
+
+    num_discarded  runs that are not among `results`, because a later one needed more recomputation
+    """
     training = case.config.training
     step_s = statistics.median(result.median_s for result in results)
     tokens_per_s = training.global_batch_size * training.seq_len / step_s
@@ -100,6 +117,7 @@ def peer_row(
             "rounds": len(times),
             "min": min(times),
             "max": max(times),
+            **({"discarded": num_discarded} if num_discarded else {}),
         },
         "losses": list(results[-1].losses),
         "settings": dict(results[-1].settings),

@@ -1,7 +1,8 @@
 """The turns of a case: each round runs every system once, within a budget of seconds.
 
 A run that fails costs its system alone. A peer that is out of memory is tried again with flags that
-save some, and keeps those that fitted.
+save some, and keeps those that fitted. A figure is of runs of one kind: where a later round needs
+more of them, the rounds before are thrown away, and counted.
 """
 
 from __future__ import annotations
@@ -38,13 +39,18 @@ class Budget:
 
 @dataclass
 class Found:
-    """What the runs of a case gave. `flags` are those with which a peer fitted into memory."""
+    """What the runs of a case gave.
+
+    flags      which of its sets of flags a peer fitted into memory with
+    discarded  its runs without those flags, from rounds in which it fitted without
+    """
 
     ours: list[Run] = field(default_factory=list)
     peers: dict[str, list[Result]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     not_started: list[str] = field(default_factory=list)
     flags: dict[str, int] = field(default_factory=dict)
+    discarded: dict[str, int] = field(default_factory=dict)
     took_s: dict[str, float] = field(default_factory=dict)
 
 
@@ -113,10 +119,16 @@ def _run(
         except OutOfMemory as error:
             last = error
             continue
+        thrown = ""
+        if index > found.flags[system] and found.peers[system]:
+            num_runs = len(found.peers[system])
+            found.discarded[system] = found.discarded.get(system, 0) + num_runs
+            found.peers[system].clear()
+            thrown = f"; {num_runs} run(s) without these flags are discarded"
         found.flags[system] = index
         found.peers[system].append(result)
         times = ", ".join(f"{seconds:.3f}" for seconds in result.step_s)
-        return " ".join([f"steps {times} s, {result.peak_reserved_gb:.1f} GB", *more])
+        return " ".join([f"steps {times} s, {result.peak_reserved_gb:.1f} GB", *more]) + thrown
     raise Failed(f"{last}, with {' '.join(peer.fallbacks[-1]) if peer.fallbacks else 'all flags'}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,19 @@ CPU = ["--set", "training.device=cpu"]
 class Planted:
     """Runs that were never made, and the order in which they were asked for."""
 
-    def __init__(self, *, fails: str = "", fits: int = 0, step_s: float = 2.0) -> None:
+    def __init__(
+        self,
+        *,
+        fails: str = "",
+        fits: int = 0,
+        too_large: Sequence[int] = (),
+        step_s: float = 2.0,
+    ) -> None:
+        """fits: so many runs of peers do not fit into memory; too_large: the numbers of others."""
         self.asked: list[str] = []
         self.more: list[tuple[str, ...]] = []
-        self._fails, self._fits, self._step_s = fails, fits, step_s
+        self._fails, self._step_s = fails, step_s
+        self._too_large = {*range(1, fits + 1), *too_large}
 
     @property
     def runners(self) -> Runners:
@@ -53,7 +62,7 @@ class Planted:
         self.more.append(tuple(more))
         if name == self._fails:
             raise Failed(f"{peer.title} ended with code 1\n    traceback")
-        if len(self.more) <= self._fits:
+        if len(self.more) in self._too_large:
             raise OutOfMemory(f"{peer.title} was out of memory")
         system = "torchtitan" if "titan" in name else "megatron_core"
         steps = [9.0] * 3 + [self._step_s] * (case.config.training.steps - 4) + [9.0]
@@ -101,6 +110,28 @@ def test_flags_that_save_memory_are_tried_and_kept() -> None:
     assert not found.failed
 
 
+def test_a_row_is_of_runs_of_one_kind(tmp_path: Path) -> None:
+    """The second of three rounds needs recomputation: the first is no part of the figure."""
+    planted = Planted(too_large=[2])
+    said: list[str] = []
+    code, _, (row,) = compared(
+        tmp_path, planted, "--systems", "megatron", "--rounds", "3", say=said.append
+    )
+    four = ("--recompute-layers", "4")
+    assert planted.more == [(), (), four, four]
+    assert code == 0
+    assert row["case"]["recompute"] == "4 layers"
+    assert (row["stats"]["runs"], row["stats"]["discarded"]) == (2, 1)
+    assert any(
+        "--recompute-layers 4; 1 run(s) without these flags are disc" in line for line in said
+    )
+    code, _, (_, row) = compared(
+        tmp_path, Planted(too_large=[2, 4]), "--systems", "megatron", "--rounds", "3"
+    )
+    assert row["case"]["recompute"] == "12 layers"
+    assert (row["stats"]["runs"], row["stats"]["discarded"]) == (1, 2)
+
+
 def test_flags_that_are_known_not_to_fit_are_skipped(tmp_path: Path) -> None:
     planted = Planted()
     compared(tmp_path, planted, "--systems", "megatron,titan", "--save-memory", "1")
@@ -136,10 +167,12 @@ def test_the_second_round_knows_what_the_first_took() -> None:
     assert not found.not_started
 
 
-def compared(tmp_path: Path, planted: Planted, *more: str) -> tuple[int, Any, list[Any]]:
+def compared(
+    tmp_path: Path, planted: Planted, *more: str, say: Callable[[str], None] = lambda _: None
+) -> tuple[int, Any, list[Any]]:
     output = tmp_path / "step.jsonl"
     arguments = ["7b-dp2", "--steps", "6", "--commit", "abc", "--output", str(output), *CPU, *more]
-    code = main(arguments, runners=planted.runners, say=lambda _: None)
+    code = main(arguments, runners=planted.runners, say=say)
     steps, peers = read_rows("step", tmp_path), read_rows("peers", tmp_path)
     return code, steps, peers
 
