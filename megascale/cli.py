@@ -264,6 +264,24 @@ def bench_rank(
 
 
 @app.command()
+def selfcheck(
+    level: Annotated[str, typer.Option(help="light or full")] = "light",
+    as_json: Annotated[bool, typer.Option("--json", help="the report as one JSON object")] = False,
+    peers: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PEER@HOST:PORT/RANK", help="an all-reduce with it; may be repeated"),
+    ] = None,
+    run_dir: Annotated[Path, typer.Option(help="what is learned is kept in it")] = Path("runs"),
+    expected: Annotated[Path | None, typer.Option(help="TOML over the package's figures")] = None,
+    deadline_s: Annotated[float, typer.Option(min=1.0, help="for everything")] = 120.0,
+) -> None:
+    """Check this node: host, GPUs, memory, speed, links, and that it computes right."""
+    from megascale.cluster.selfcheck.start import selfcheck as run
+
+    raise typer.Exit(run(level, deadline_s, run_dir, expected, peers or [], as_json, typer.echo))
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)
