@@ -79,7 +79,7 @@ class RankEnvironment:
 class AgentEnvironment:
     """What a cluster agent hands to the trainers that it starts, as MEGASCALE_* variables."""
 
-    progress_page: str | None = None  # MEGASCALE_PROGRESS_PAGE: file of 64 bytes, see events/page.py
+    progress_page: str | None = None  # MEGASCALE_PROGRESS_PAGE: 64 bytes, events/page.py
     epoch: int = 0  # MEGASCALE_EPOCH: incarnation of the job; fences what an old one still writes
 
 
