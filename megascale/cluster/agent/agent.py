@@ -20,6 +20,7 @@ from pathlib import Path
 from megascale.cluster.agent.board import Board
 from megascale.cluster.agent.collector import Collector
 from megascale.cluster.agent.commands import Orders, Results
+from megascale.cluster.agent.devices import DeviceMonitor
 from megascale.cluster.agent.errands import Errands
 from megascale.cluster.agent.facts import node_facts
 from megascale.cluster.agent.heartbeat import Fence, Heart, Identity
@@ -39,6 +40,7 @@ from megascale.cluster.messages import (
 from megascale.errors import LaunchError
 
 TICK_S = 0.05
+DEVICES_WAIT_S = 5.0  # before the node joins without knowing them
 GOODBYE_S = 3.0  # for the last results and the last heartbeat
 _log = logging.getLogger(__name__)
 
@@ -76,7 +78,10 @@ class Agent:
         self._board = Board(lambda: self._ranks.statuses)
         self._fence, self._orphan_timeout_s = Fence(), settings.orphan_timeout_s
         incarnation = uuid.uuid4().hex
-        identity = Identity(settings.node, incarnation, node_facts(settings))
+        self._devices = DeviceMonitor(self._board, settings.fake_devices)
+        self._devices.start()
+        self._devices.has_answered.wait(DEVICES_WAIT_S)
+        identity = Identity(settings.node, incarnation, node_facts(settings, self._devices.names))
         self._results = Results(self._link(), identity)
         self._heart = Heart(
             self._link(),
@@ -95,8 +100,13 @@ class Agent:
             self._results,
             take=lambda command: self._inbox.put(lambda: self._obey(command)),
         )
-        self._collector = Collector(settings, self._board, lambda: self._ranks.statuses)
-        self._collector.on_failure = self._heart.soon
+        self._collector = Collector(
+            self._board,
+            lambda: self._ranks.statuses,
+            self._heart.soon,
+            sys_root=settings.sys_root,
+            kernel_log=settings.kernel_log,
+        )
         self._errands = Errands(settings.run_dir, self._ranks, self._results)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._starts: deque[Command] = deque()
@@ -211,6 +221,7 @@ class Agent:
 
     def _close(self) -> int:
         self._collector.end(GOODBYE_S)
+        self._devices.end(GOODBYE_S)
         self._errands.close()
         self._results.end(GOODBYE_S)
         self._heart.end(GOODBYE_S)

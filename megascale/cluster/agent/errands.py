@@ -2,27 +2,118 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from megascale.cluster.agent.commands import Results
+from megascale.cluster.agent.dump import dump
 from megascale.cluster.agent.processes import Ranks
-from megascale.cluster.messages import Command, DumpStacks, RunSelfCheck
+from megascale.cluster.messages import BODY_BYTES, Command, DumpStacks, RunSelfCheck
+
+CHECK_MARGIN_S = 10.0  # the self-check has its own deadline; beyond this one it is killed
+_TAIL = 500
+
+
+@dataclass
+class _Check:
+    command: Command
+    process: subprocess.Popen[bytes]
+    output: IO[bytes]
+    give_up_s: float
+    killed: bool = False
 
 
 class Errands:
-    """Main thread only; `tick` looks whether something has come to its end."""
+    """Main thread only; `tick` posts what has come to its end."""
 
     def __init__(self, run_dir: Path, ranks: Ranks, results: Results) -> None:
         self._run_dir, self._ranks, self._results = run_dir, ranks, results
+        self._checks: list[_Check] = []
 
     def dump(self, command: Command, order: DumpStacks) -> None:
-        self._results.put(command, ok=False, reason=f"not available for ranks {order.ranks}")
+        """In a thread: py-spy ends at its deadline, and nothing waits for it."""
+        wanted = {
+            status.rank: (status.pid, Path(status.run_dir or self._run_dir))
+            for status in self._ranks.statuses
+            if status.rank in order.ranks and status.ended_s is None
+        }
+
+        def work() -> None:
+            detail = dump(wanted)
+            for rank in set(order.ranks) - set(wanted):
+                detail["missing"][str(rank)] = "does not run on this node"
+            ok = bool(detail["stacks"]) or not order.ranks
+            reason = (
+                "" if ok else "no stacks: " + "; ".join(sorted(set(detail["missing"].values())))
+            )
+            self._results.put(command, ok=ok, reason=reason, detail=detail)
+
+        threading.Thread(target=work, name=f"dump {command.sequence}", daemon=True).start()
 
     def self_check(self, command: Command, order: RunSelfCheck) -> None:
-        self._results.put(command, ok=False, reason=f"{order.level} self-check: not available")
+        """As a process in a session of its own."""
+        output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the check
+        arguments = [order.level, str(order.deadline_s), str(self._run_dir), *order.peers]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megascale.cluster.agent.self_check", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._ranks.helpers.add(process.pid)
+        give_up_s = time.monotonic() + order.deadline_s + CHECK_MARGIN_S
+        self._checks.append(_Check(command, process, output, give_up_s))
 
     def tick(self) -> None:
-        """Post what has come to its end."""
+        """Post the ended ones; kill those beyond their deadline, once, and give them up."""
+        for check in list(self._checks):
+            has_ended = check.process.poll() is not None
+            if not has_ended and time.monotonic() < check.give_up_s:
+                continue
+            self._checks.remove(check)
+            if not has_ended:
+                self._kill(check)
+            self._post(check, has_ended=has_ended)
 
     def close(self) -> None:
         """End what still runs."""
+        for check in self._checks:
+            self._kill(check)
+            check.output.close()
+        self._checks.clear()
+
+    def _kill(self, check: _Check) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(check.process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            check.process.wait(0.5)
+
+    def _post(self, check: _Check, *, has_ended: bool) -> None:
+        self._ranks.helpers.discard(check.process.pid)
+        check.output.seek(0)
+        output = check.output.read(BODY_BYTES)
+        check.output.close()
+        *before, last = [b"", *output.splitlines()]
+        try:
+            said = json.loads(last)
+        except ValueError:
+            said = {}
+        if has_ended and "detail" in said:
+            detail = said["detail"]
+            self._results.put(check.command, ok=bool(detail.get("ok", True)), detail=detail)
+            return
+        tail = b"\n".join([*before, last])[-_TAIL:].decode(errors="replace")
+        ending = f"exited {check.process.returncode}" if has_ended else "passed its deadline"
+        reason = said.get("missing") or f"the self-check {ending}: {tail}"
+        self._results.put(check.command, ok=False, reason=reason)

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 _PACKAGES = ("megascale", "torch", "triton", "numpy", "nvidia-ml-py")
 
 
-def node_facts(settings: Settings, devices: list[str] | None = None) -> NodeFacts:
+def node_facts(settings: Settings, devices: list[str]) -> NodeFacts:
     return NodeFacts(
         host=settings.host,
         ip=settings.ip,
         switch=settings.switch,
         num_cpus=len(os.sched_getaffinity(0)),
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        devices=devices or [],
+        devices=devices,
         versions=installed_versions(_PACKAGES),
     )
 

@@ -48,6 +48,7 @@ class Ranks:
     def __init__(self, ledger: Ledger) -> None:
         self.deadlines = Deadlines()
         self.statuses: tuple[RankStatus, ...] = ()
+        self.helpers: set[int] = set()  # children that are nobody's rank and collected elsewhere
         self._ledger = ledger
         self._ranks: list[RankProcess] = []
         self._session = os.getsid(0)
@@ -181,7 +182,7 @@ class Ranks:
 
     def _look_after_adopted(self, stats: Mapping[int, Stat]) -> None:
         """Collect dead grandchildren, and give living ones that no rank knows to theirs."""
-        own = {rank.pid for rank in self._ranks} | {self._watchdog.pid}
+        own = {rank.pid for rank in self._ranks} | {self._watchdog.pid} | self.helpers
         known = {pid for rank in self._ranks for pid, _ in rank.below}
         marker = f"{PAGE_VARIABLE}={self._ledger.pages}/".encode()
         for stat in stats.values():
