@@ -7,6 +7,7 @@ from typing import Any
 
 from megascale.cluster.backends.base import AgentStart, Backend, Sizes
 from megascale.cluster.backends.local import LocalBackend
+from megascale.cluster.backends.slurm import SlurmBackend
 from megascale.errors import LaunchError
 
 
@@ -16,6 +17,7 @@ def _local(start: AgentStart, _sizes: Sizes, options: Mapping[str, Any]) -> Back
 
 BACKENDS: dict[str, Callable[[AgentStart, Sizes, Mapping[str, Any]], Backend]] = {
     "local": _local,
+    "slurm": SlurmBackend,
 }
 
 

@@ -38,7 +38,7 @@ class FencedError(BackendError):
 class AgentStart:
     """How an agent finds its driver; a backend hands it over however it can.
 
-    command    argv of the agent; `agent_argv` appends the rest
+    command    argv of the agent; `agent_argv` and `node_argv` append the rest
     token_file the driver's token, readable by the owner only; never on a command line
     """
 
@@ -61,15 +61,19 @@ class Sizes:
     spares: int = 0
 
 
-def agent_argv(start: AgentStart, name: str) -> list[str]:
-    """The agent's command line. Paths are the driver's: a backend has them at the same places."""
+def agent_argv(start: AgentStart) -> list[str]:
+    """The agent's command line but for `node_argv`. Paths are the driver's on every machine."""
     return [
         *start.command,
         *("--driver", start.driver_url),
         *("--token-file", start.token_file),
         *("--run-dir", start.run_dir),
-        *("--node", name),
     ]
+
+
+def node_argv(name: str, host: str, switch: str | None = None) -> list[str]:
+    """What tells an agent which machine it is; or a shell's or scheduler's words for that."""
+    return ["--node", name, "--host-name", host, *(("--switch", switch) if switch else ())]
 
 
 @dataclass(frozen=True)

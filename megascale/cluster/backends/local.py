@@ -21,6 +21,7 @@ from megascale.cluster.backends.base import (
     Machine,
     MachineEvent,
     agent_argv,
+    node_argv,
     parse_options,
     switches_of,
 )
@@ -149,7 +150,8 @@ class LocalBackend:
         return [record.machine() for record in records]
 
     def _start_agent(self, job: str, record: Record) -> str:
-        argv = agent_argv(self._start, record.name)
+        argv = agent_argv(self._start)
+        argv += node_argv(record.name, record.host, record.switch)
         if self._net:
             argv = self._net.join(_index(record.host)) + argv
         log = str(self._register.folder / f"{record.name}.log")

@@ -50,9 +50,7 @@ class State(BaseModel):
     job      random, of this run folder: the mark on all that the backend starts
     past     host by name, of machines that were given up
     given    how often a host was given, by host
-    pending  requests that are not machines yet: handle -> what for
     blocked  reason by host
-    facts    what a backend keeps beside, such as a subnet
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -63,9 +61,7 @@ class State(BaseModel):
     machines: dict[str, Record] = Field(default_factory=dict)
     past: dict[str, str] = Field(default_factory=dict)
     given: dict[str, int] = Field(default_factory=dict)
-    pending: dict[str, str] = Field(default_factory=dict)
     blocked: dict[str, str] = Field(default_factory=dict)
-    facts: dict[str, str] = Field(default_factory=dict)
 
     def new_name(self, host: str) -> str:
         """`host` at first, then `host.2`, `host.3`: counted here, so each is given once."""

@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 parser = argparse.ArgumentParser()
-for name in ("--driver", "--token-file", "--run-dir", "--node"):
+for name in ("--driver", "--token-file", "--run-dir", "--node", "--host-name"):
     parser.add_argument(name, required=True)
+parser.add_argument("--switch")
 arguments = parser.parse_args()
 
 child = subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -18,6 +19,8 @@ folder.mkdir(parents=True, exist_ok=True)
 said = {
     "pid": os.getpid(),
     "child": child.pid,
+    "host": arguments.host_name,
+    "switch": arguments.switch,
     "driver": arguments.driver,
     "token": Path(arguments.token_file).read_text(encoding="utf-8"),
 }

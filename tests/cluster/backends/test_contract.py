@@ -46,6 +46,7 @@ def test_allocate_starts_an_agent_a_machine_on_hosts_of_their_own(place: Harness
             said = place.said(machine.name)
             assert said["token"] == TOKEN
             assert said["driver"] == place.start.driver_url
+            assert (said["host"], said["switch"]) == (machine.host, machine.switch)
             assert re.fullmatch(r"[\w.:@/+-]+", machine.name), "a legal name of a message"
 
 
