@@ -33,84 +33,13 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
-from megascale.events import (
-    PHASES,
-    Completed,
-    Dropped,
-    Event,
-    Incident,
-    Issued,
-    ProgressWriter,
-    Span,
-    Step,
-    Sums,
-    group_id,
-)
+from megascale.events import Dropped, Event, Incident, ProgressWriter, Span, Step, Sums
 from megascale.telemetry.clock import Clock, Mark, MonotonicClock
 from megascale.telemetry.hooks import Hook
-
-SPAN_FIELDS = frozenset(
-    {"chunk", "micro_batch", "op", "group", "seq", "peer", "num_bytes", "payload", "bucket", "work"}
-)
-
-
-class OpenSpan:
-    """A span under way: a context manager, or `start` and `end` by hand where work is
-    asynchronous (each on the stream that does the work)."""
-
-    __slots__ = ("clock", "fields", "first", "name", "recorder", "since_ns", "stream")
-
-    def __init__(
-        self, recorder: Recorder, clock: Clock, name: str, stream: str, fields: dict[str, Any]
-    ) -> None:
-        self.recorder, self.clock = recorder, clock
-        self.name, self.stream, self.fields = name, stream, fields
-        self.first: Mark = None
-        self.since_ns = 0
-
-    def start(self) -> OpenSpan:
-        self.since_ns = time.monotonic_ns()
-        self.recorder._opened(self)
-        self.first = self.clock.mark()
-        return self
-
-    def end(self) -> None:
-        self.recorder._ended(self, self.clock.mark())
-
-    def __enter__(self) -> OpenSpan:
-        return self.start()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is not None and self.recorder.failed_in is None:
-            self.recorder.failed_in = self
-        self.end()
-
-    def __str__(self) -> str:
-        said = ", ".join(f"{key} {value}" for key, value in self.fields.items())
-        return f"{self.name} ({said})" if said else self.name
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Spans with one fate: those of a step, or those between two steps (`step` None)."""
-
-    step: int | None
-    sampled: bool
-    spans: list[tuple[OpenSpan, Mark]] = field(default_factory=list)
-    first: Mark = None
-    last: Mark = None
-    num_ready: int = 0
-    begun_ns: int = 0  # on the host
-    issued_ns: int = 0
+from megascale.telemetry.page_reports import PageReports
+from megascale.telemetry.spans import SPAN_FIELDS, Batch, NoSpan, OpenSpan
 
 
 class Recorder:
@@ -135,11 +64,10 @@ class Recorder:
         self.rank, self.hooks, self.clock = rank, list(hooks), clock
         self._sink, self._host_clock = sink, MonotonicClock()
         self._span_interval, self._buffer_events = span_interval, buffer_events
-        self._progress, self._epoch = progress, epoch
-        self._issued = Issued(epoch, 0, "init", 0)
+        self._page = None if progress is None else PageReports(progress, epoch)
         self._lock = threading.Lock()  # backward's spans end on autograd's threads
-        self._batch = _Batch(None, sampled=True)
-        self._queue: deque[_Batch] = deque()
+        self._batch = Batch(None, sampled=True)
+        self._queue: deque[Batch] = deque()
         self._open: dict[int, OpenSpan] = {}
         self._sequences: dict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
         self._num_pending = self._num_dropped = self._num_dropped_said = 0
@@ -174,7 +102,7 @@ class Recorder:
         self._num_requested -= requested
         self._step = step
         self.clock.begin_step()
-        batch = _Batch(step, sampled=requested or step % self._span_interval == 0)
+        batch = Batch(step, sampled=requested or step % self._span_interval == 0)
         batch.begun_ns = time.monotonic_ns()
         batch.first = self.clock.mark()
         self._switch(batch)
@@ -183,7 +111,7 @@ class Recorder:
         finally:
             batch.last = self.clock.mark()
             batch.issued_ns = time.monotonic_ns()
-            self._switch(_Batch(None, sampled=True))
+            self._switch(Batch(None, sampled=True))
             self.drain()
         for hook in self.hooks:
             hook.on_step_end(step)
@@ -239,7 +167,7 @@ class Recorder:
         """Emit what is known, in order. `wait` first waits for the device."""
         if wait:
             self.clock.finish()
-        while self._queue and self._is_ready(self._queue[0]):
+        while self._queue and self._queue[0].is_ready(self.clock):
             self._emit(self._queue.popleft())
         for anchor in self.clock.anchors(self.rank):
             self._sink(anchor)
@@ -249,28 +177,17 @@ class Recorder:
 
     def close(self) -> None:
         """Emit all that ended. The sink is closed by who opened it."""
-        self._switch(_Batch(None, sampled=True))
+        self._switch(Batch(None, sampled=True))
         self.drain(wait=True)
 
-    def _opened(self, span: OpenSpan) -> None:
+    def opened(self, span: OpenSpan) -> None:
+        """A span of this recorder starts."""
         self._open[id(span)] = span
-        if self._progress is None:
-            return
-        last, fields = self._issued, span.fields
-        is_phase, is_collective = span.name in PHASES, fields.get("group") is not None
-        self._issued = Issued(
-            epoch=self._epoch,
-            step=self._step or 0,
-            phase=span.name if is_phase else last.phase,
-            monotonic_ns=span.since_ns,
-            chunk=fields.get("chunk") if is_phase else last.chunk,
-            micro_batch=fields.get("micro_batch") if is_phase else last.micro_batch,
-            group_id=group_id(fields["group"]) if is_collective else last.group_id,
-            seq=fields["seq"] if is_collective else last.seq,
-        )
-        self._progress.issued(self._issued)
+        if self._page is not None:
+            self._page.started(span, self._step)
 
-    def _ended(self, span: OpenSpan, last: Mark) -> None:
+    def ended(self, span: OpenSpan, last: Mark) -> None:
+        """A span of this recorder ends, at `last`."""
         del self._open[id(span)]
         with self._lock:
             full = self._num_pending >= self._buffer_events
@@ -282,28 +199,17 @@ class Recorder:
         if full:
             span.clock.release(span.first)
             span.clock.release(last)
-        if self._progress is not None and self.clock.kind == "host" and span.name in PHASES:
-            chunk, micro_batch = span.fields.get("chunk"), span.fields.get("micro_batch")
-            self._progress.completed(Completed(self._step or 0, span.name, chunk, micro_batch))
+        if self._page is not None and self.clock.kind == "host":
+            self._page.ended(span, self._step)
 
-    def _switch(self, batch: _Batch) -> None:
+    def _switch(self, batch: Batch) -> None:
         """From here on spans belong to `batch`; the one before is complete."""
         with self._lock:
             if self._batch.step is not None or self._batch.spans:
                 self._queue.append(self._batch)
             self._batch = batch
 
-    def _is_ready(self, batch: _Batch) -> bool:
-        """Asks on from where the last answer was no. A span may start on one stream and end on
-        another, so both ends are asked; a step's own end comes last."""
-        while batch.num_ready < len(batch.spans):
-            span, last = batch.spans[batch.num_ready]
-            if not (span.clock.ready(last) and span.clock.ready(span.first)):
-                return False
-            batch.num_ready += 1
-        return batch.step is None or self.clock.ready(batch.last)
-
-    def _emit(self, batch: _Batch) -> None:
+    def _emit(self, batch: Batch) -> None:
         sums: dict[str, dict[str, int]] = {}
         for span, last in batch.spans:
             t0_ns, dur_ns = self._read(span.clock, span.first, last)
@@ -357,22 +263,12 @@ class Recorder:
         return times
 
 
-class _NoSpan(OpenSpan):
-    """The one span of a recorder that records nothing."""
-
-    def start(self) -> OpenSpan:
-        return self
-
-    def end(self) -> None:
-        pass
-
-
 class NullRecorder(Recorder):
     """Records nothing; hooks still hear of steps, checkpoints and incidents."""
 
     def __init__(self, hooks: Sequence[Hook] = ()) -> None:
         super().__init__(MonotonicClock(), lambda _event: None, hooks=hooks)
-        self._no_span = _NoSpan(self, self.clock, "", "", {})
+        self._no_span = NoSpan(self, self.clock, "", "", {})
 
     def span(self, _name: str, /, **_fields: Any) -> OpenSpan:
         return self._no_span

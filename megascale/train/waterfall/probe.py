@@ -32,7 +32,8 @@ from megascale.model.block import ParallelBlock, SerialBlock
 from megascale.model.layers import FusedLinear, Norm, RowPair
 from megascale.model.transformer import Embedding
 from megascale.plan.actions import PipelineShape
-from megascale.telemetry.recorder import OpenSpan, Recorder
+from megascale.telemetry.recorder import Recorder
+from megascale.telemetry.spans import OpenSpan
 from megascale.train.assemble import Assembly
 
 _PASSES = ("backward", "backward_input", "backward_weight", "head")
