@@ -63,6 +63,50 @@ def train(
     )
 
 
+@app.command()
+def run(
+    words: Annotated[
+        list[str], typer.Argument(metavar="RECIPE", help="with --script: -- PROGRAM ARGUMENTS")
+    ],
+    nodes: Annotated[int, typer.Option(min=1, help="machines that train")] = 1,
+    procs_per_node: Annotated[int, typer.Option(min=1, help="ranks of each")] = 1,
+    spares: Annotated[
+        int | None, typer.Option(min=0, help="machines kept warm; default: cluster.spares")
+    ] = None,
+    backend: Annotated[str, typer.Option(help="local, slurm or kubernetes")] = "local",
+    backend_set: Annotated[
+        list[str] | None,
+        typer.Option("--backend-set", metavar="KEY=VALUE", help="an option of the backend"),
+    ] = None,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option(help="continue the run in job.run_dir")] = False,
+    script: Annotated[
+        bool, typer.Option("--script", help="run a program of your own, without a recipe")
+    ] = False,
+    run_dir: Annotated[Path | None, typer.Option(help="with --script: the run's folder")] = None,
+    host: Annotated[str, typer.Option(help="address that the driver listens on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free")] = 0,
+) -> None:
+    """Train on several nodes: a driver, an agent a node; faults are found and repaired."""
+    from megascale.cluster.driver.start import run_verb
+
+    code = run_verb(
+        words,
+        script=script,
+        run_dir=run_dir,
+        overrides=overrides or [],
+        nodes=nodes,
+        procs_per_node=procs_per_node,
+        spares=spares,
+        backend=backend,
+        backend_options=backend_set or [],
+        resume=resume,
+        host=host,
+        port=port,
+    )
+    raise typer.Exit(code)
+
+
 @data_app.command()
 def prepare(
     inputs: Annotated[

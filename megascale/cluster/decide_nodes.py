@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megascale.cluster import recovery
-from megascale.cluster.actions import Alert, EvictNode, Notify
+from megascale.cluster.actions import Alert, EvictNode, Notify, StopEpoch
 from megascale.cluster.job import OVER, Fault, Node, NodeState
-from megascale.cluster.launching import finish, launch
+from megascale.cluster.launching import finish, launch, replenish_spares
 from megascale.cluster.transitions import (
     Allocated,
     CheckDone,
@@ -50,6 +50,8 @@ def node_joined(turn: Turn, event: NodeJoined) -> None:
         )
     )
     turn.say(f"{event.node} joined")
+    if event.stale or event.ranks:
+        turn.act(StopEpoch(turn.job.epoch, (event.node,)))  # whose they were nobody knows
     if turn.job.policy.cluster.selfcheck == "off":
         _becomes_usable(turn, turn.job.nodes[event.node])
     else:
@@ -123,6 +125,7 @@ def allocated(turn: Turn, event: Allocated) -> None:
             finish(turn, ok=False, report=event.error, exit_code=5)
             return
     launch(turn)
+    replenish_spares(turn)
 
 
 def check_done(turn: Turn, event: CheckDone) -> None:

@@ -41,8 +41,6 @@ def launch(turn: Turn) -> None:
 def _ask_for(turn: Turn, missing: int) -> None:
     job = turn.job
     first = not job.nodes
-    if first:
-        missing += job.policy.spares
     near = sorted({node.switch for node in placement.usable(job) if node.switch})
     turn.set(wanted=job.wanted + missing)
     turn.act(Replenish(missing, tuple(near), first=first))
@@ -90,10 +88,8 @@ def _start(turn: Turn, count: int) -> None:
 def replenish_spares(turn: Turn, least: int = 0) -> None:
     """Keep the pool of spares filled, unless the backend has just said that it is empty."""
     job = turn.job
-    if not job.world_nodes:
-        return
-    wanted = job.policy.num_nodes - job.world_nodes + max(least, job.policy.spares)
-    missing = wanted - len(job.in_state("spare")) - placement.coming(job)
+    wanted = job.policy.num_nodes + max(least, job.policy.spares)
+    missing = wanted - len(job.in_state("spare", "active", "suspect")) - placement.coming(job)
     if missing > 0 and job.starved_s is None:
         _ask_for(turn, missing)
 

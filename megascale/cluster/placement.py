@@ -14,9 +14,8 @@ from megascale.cluster.job import JobState, Node, natural
 
 
 def usable(job: JobState) -> list[Node]:
-    """Nodes that could run ranks now, natural order."""
-    nodes = [node for node in job.in_state("active", "spare") if node.incarnation]
-    return sorted(nodes, key=lambda node: natural(node.name))
+    """Nodes that could run ranks now."""
+    return [node for node in job.in_state("active", "spare") if node.incarnation]
 
 
 def coming(job: JobState) -> int:
@@ -33,7 +32,7 @@ def legal_count(job: JobState, available: int) -> int | None:
 
 def place(job: JobState, count: int) -> tuple[Place, ...]:
     """`count` nodes on node ranks 0 to count - 1. There are at least so many usable ones."""
-    nodes = usable(job)
+    nodes = sorted(usable(job), key=lambda node: natural(node.name))
     assert len(nodes) >= count, (len(nodes), count)
     taken: dict[int, str] = {}
     for node in nodes:

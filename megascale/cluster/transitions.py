@@ -35,7 +35,8 @@ class Policy:
 
 @dataclass(frozen=True)
 class NodeJoined:
-    """An agent introduced itself. `ranks`: those alive on it, of the job's present ranks."""
+    """An agent introduced itself. `ranks`: those alive on it, of the job's present ranks;
+    `stale`: it has ranks of another epoch."""
 
     node: str
     incarnation: str
@@ -44,6 +45,7 @@ class NodeJoined:
     switch: str | None = None
     epoch: int = 0
     ranks: tuple[int, ...] = ()
+    stale: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,168 @@
+"""Carries out what was decided: commands to agents, calls to the backend.
+
+Backends are called in threads: an eviction may take as long as a grace period, and meanwhile
+another machine is asked for. What they answer comes back as events.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from megascale.cluster import messages
+from megascale.cluster.actions import (
+    Action,
+    Alert,
+    Closed,
+    DumpStacks,
+    EvictNode,
+    FinishJob,
+    Notify,
+    Opened,
+    Replenish,
+    SelfCheck,
+    StartEpoch,
+    StopEpoch,
+)
+from megascale.cluster.backends.base import Backend, BackendError, FencedError, Machine
+from megascale.cluster.driver.desk import Desk
+from megascale.cluster.driver.program import Program
+from megascale.cluster.job import JobState
+from megascale.cluster.transitions import Allocated, HardwareSeen, NodeGone
+from megascale.env import free_port
+
+_log = logging.getLogger(__name__)
+
+
+class Hands:
+    """`finished` is the end of the job, once it was ordered."""
+
+    def __init__(self, desk: Desk, backend: Backend, program: Program) -> None:
+        self.finished: FinishJob | None = None
+        self.fenced: FencedError | None = None
+        self.machines: dict[str, Machine] = {}
+        self._desk, self._backend, self._program = desk, backend, program
+        self._threads = ThreadPoolExecutor(8, thread_name_prefix="backend")
+        self._lock = threading.Lock()
+        self._watching: Future[None] | None = None
+
+    def do(self, action: Action, job: JobState) -> None:  # noqa: C901 - a row an action
+        """In the deciding thread; never waits."""
+        match action:
+            case StartEpoch():
+                self._start(action, job)
+            case StopEpoch(nodes=nodes, save=save):
+                self._tell(nodes, messages.StopRanks(save=save), job)
+            case SelfCheck():
+                self._self_check(action, job)
+            case DumpStacks(ranks=ranks):
+                for name in job.nodes_of(ranks):
+                    own = job.ranks_of(job.nodes[name])
+                    wanted = [rank for rank in ranks if rank in own]
+                    self._desk.push(name, messages.DumpStacks(ranks=wanted), job.epoch)
+            case EvictNode():
+                _log.warning("evict %s: %s", action.node, action.reason)
+                self._call(lambda: self._evict(action))
+            case Replenish():
+                self._call(lambda: self._replenish(action, job))
+            case Notify(text=text):
+                _log.info("%s", text)
+            case Alert(text=text):
+                _log.warning("%s", text)
+            case Opened(incident=incident):
+                _log.warning("incident %d %s: %s", incident.number, incident.cause, incident.text)
+            case Closed(incident=incident, outcome=outcome):
+                _log.info("incident %d %s: %s", incident.number, incident.cause, outcome)
+            case FinishJob():
+                self.finished = action
+                self._tell(list(job.nodes), messages.Leave(), job)
+
+    def watch(self) -> None:
+        """Ask the backend what happened, unless the last question is not answered yet."""
+        if self._watching is None or self._watching.done():
+            self._watching = self._call(self._watch)
+
+    def adopt(self, machines: list[Machine]) -> list[str]:
+        """After a restart: those that are still there. Waits for the backend."""
+        kept = self._backend.adopt(machines)
+        with self._lock:
+            self.machines = {machine.name: machine for machine in kept}
+        return [machine.name for machine in kept]
+
+    def close(self, *, give_back: bool) -> None:
+        """End the threads; with `give_back` the machines too."""
+        self._threads.shutdown(wait=give_back, cancel_futures=True)
+        if give_back:
+            try:
+                self._backend.close()
+            except BackendError as error:
+                _log.error("machines may be left: %s", error)
+
+    # ------------------------------------------------------------ inside
+
+    def _tell(self, nodes: Sequence[str], order: messages.Order, job: JobState) -> None:
+        for node in nodes:
+            self._desk.push(node, order, job.epoch)
+
+    def _start(self, action: StartEpoch, job: JobState) -> None:
+        if action.back or action.newest_step is not None:
+            self._program.roll_back(action.back, action.newest_step)
+        for node, order in self._program.orders(action, job, free_port()):
+            self._desk.push(node, order, job.epoch)
+        _log.info(
+            "epoch %d starts on %d nodes: %s",
+            action.epoch,
+            len(action.places),
+            ", ".join(place.node for place in action.places[:16]),
+        )
+
+    def _self_check(self, action: SelfCheck, job: JobState) -> None:
+        peers = list(action.nodes) if action.level == "full" and len(action.nodes) > 1 else []
+        for node in action.nodes:
+            order = messages.RunSelfCheck(
+                level=action.level,
+                peers=[peer for peer in peers if peer != node][:64],
+                deadline_s=action.deadline_s,
+            )
+            self._desk.push(node, order, job.epoch)
+
+    def _call(self, task: Callable[[], None]) -> Future[None]:
+        def guarded() -> None:
+            try:
+                task()
+            except FencedError as error:
+                self.fenced = error
+            except BackendError as error:
+                _log.error("backend: %s", error)
+
+        return self._threads.submit(guarded)
+
+    def _evict(self, action: EvictNode) -> None:
+        with self._lock:
+            self.machines.pop(action.node, None)
+        self._backend.evict(action.node, action.reason, block=action.block)
+
+    def _replenish(self, action: Replenish, job: JobState) -> None:
+        try:
+            if action.first:
+                found = self._backend.allocate(action.count, exclude=job.blocked)
+            else:
+                found = self._backend.replenish(action.count, exclude=job.blocked, near=action.near)
+        except FencedError:
+            raise
+        except BackendError as error:
+            self._desk.post(Allocated(action.count, (), str(error)))
+            return
+        with self._lock:
+            self.machines.update({machine.name: machine for machine in found})
+        self._desk.post(Allocated(action.count, tuple(machine.name for machine in found)))
+
+    def _watch(self) -> None:
+        for event in self._backend.watch():
+            if event.kind in ("gone", "preempted"):
+                self._desk.post(NodeGone(event.name, f"{event.kind}: {event.reason}"))
+            elif event.kind == "down":
+                detail = f"the scheduler says down: {event.reason}"
+                self._desk.post(HardwareSeen(event.name, "node_down", detail, certain=False))

@@ -1,0 +1,78 @@
+"""When is a rank that says nothing new too long in its phase? Pure.
+
+| phase | deadline |
+|---|---|
+| no page yet (counted from the rank's start), or `init` | `cluster.init_deadline_s` |
+| first step of the epoch | `cluster.first_step_deadline_s`: compilation is in it |
+| `checkpoint`, `validation` | `cluster.save_deadline_s` |
+| a step | `cluster.step_deadline_s`, or 5 times the median step where that is more |
+| `done` | none: the process is ending, and `cluster.save_deadline_s` bounds that |
+
+The age is that of the rank's last word: what the agent measured plus the time since it came. A
+blocking phase has its own deadline, so a long save is no hang; liveness of the node says nothing
+here, so a fresh heartbeat hides no hang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megascale.config.cluster import ClusterConfig
+
+SAVING = frozenset({"checkpoint", "validation"})
+MEDIANS = 5.0
+
+
+@dataclass(frozen=True)
+class RankAge:
+    """phase: None before the rank's first word; age_s: since its last one, or since its start."""
+
+    rank: int
+    phase: str | None
+    step: int | None
+    age_s: float
+    uptime_s: float
+    has_stepped: bool
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Ranks past their deadline, the longest first."""
+
+    ranks: tuple[int, ...]
+    reason: str
+    step: int | None
+
+
+def deadline_s(rank: RankAge, cluster: ClusterConfig, median_step_s: float | None) -> float:
+    """Seconds that `rank` may be without a word in its phase."""
+    if rank.phase in (None, "init"):
+        return cluster.init_deadline_s
+    if rank.phase in SAVING or rank.phase == "done":
+        return cluster.save_deadline_s
+    if not rank.has_stepped:
+        return cluster.first_step_deadline_s
+    return max(cluster.step_deadline_s, MEDIANS * (median_step_s or 0.0))
+
+
+def find_stall(
+    ranks: Iterable[RankAge], cluster: ClusterConfig, median_step_s: float | None
+) -> Stall | None:
+    """The ranks past their deadlines; None while all are inside."""
+    late = []
+    for rank in ranks:
+        waited_s = rank.uptime_s if rank.phase is None else rank.age_s
+        limit_s = deadline_s(rank, cluster, median_step_s)
+        if waited_s > limit_s:
+            late.append((waited_s, limit_s, rank))
+    if not late:
+        return None
+    late.sort(key=lambda one: (-one[0], one[2].rank))
+    waited_s, limit_s, first = late[0]
+    phase = first.phase or "its start"
+    return Stall(
+        tuple(rank.rank for _, _, rank in late),
+        f"rank {first.rank} has been in {phase} for {waited_s:.1f} s, {limit_s:.1f} s are allowed",
+        first.step,
+    )

@@ -1,0 +1,142 @@
+"""One driver on one run folder: its parts put together, and taken apart at the end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megascale.cluster.backends import make_backend
+from megascale.cluster.backends.base import AgentStart, Backend
+from megascale.cluster.driver.program import Program
+from megascale.cluster.driver.runtime import Driver
+from megascale.cluster.driver.server import Server, make_token
+from megascale.cluster.transitions import Policy
+from megascale.config import RunConfig, load_config
+from megascale.errors import ConfigError
+
+FOLDER = "driver"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is run, on what. `config` is None for somebody else's script."""
+
+    program: Program
+    policy: Policy
+    backend: str = "local"
+    backend_options: Mapping[str, Any] = field(default_factory=dict)
+    config: RunConfig | None = None
+    recipe: Path | None = None
+    overrides: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 0
+
+    @property
+    def folder(self) -> Path:
+        return self.program.run_dir / FOLDER
+
+
+def run(job: Job) -> int:
+    """Until the job ends; signals ask it to save and stop."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s [driver] %(message)s", stream=sys.stdout
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    started = start(job)
+    old = {s: signal.signal(s, started.on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        print(f"run folder  {job.program.run_dir}")
+        print(f"API         {started.server.url}/v1/status (OpenAPI: /openapi.json)")
+        print(f"token       {started.token_file}", flush=True)
+        return started.driver.run()
+    finally:
+        for signum, handler in old.items():
+            signal.signal(signum, handler)
+        started.server.close()
+
+
+@dataclass(frozen=True)
+class Started:
+    """A driver whose API answers and whose loop has not begun: `driver.run()` is next."""
+
+    driver: Driver
+    server: Server
+    token_file: Path
+
+    def on_signal(self, signum: int, _frame: FrameType | None) -> None:
+        self.driver.stop(f"got {signal.Signals(signum).name}")
+
+
+def start(job: Job, backend: Backend | None = None) -> Started:
+    """Lock, journal, token, server. `backend` in place of the one that `job` names (tests).
+
+    A driver that comes back listens where the one before did: its agents know no other place.
+    """
+    token_file = job.folder / "token"
+    server: Server | None = None
+
+    def agents_backend() -> Backend:
+        if backend is not None:
+            return backend
+        assert server is not None, "the server listens first"
+        command = (sys.executable, "-m", "megascale.cluster.agent")
+        run_dir = str(job.program.run_dir)
+        begin = AgentStart(command, server.url, str(token_file), run_dir)
+        policy = job.policy
+        return make_backend(
+            job.backend,
+            begin,
+            procs_per_node=policy.procs_per_node,
+            spares=policy.spares,
+            options=job.backend_options,
+        )
+
+    driver = Driver(job.policy, agents_backend, job.program, folder=job.folder)
+    try:
+        token = make_token(token_file)
+        server = Server(
+            driver.desk,
+            token,
+            run_dir=str(job.program.run_dir),
+            job_clock=lambda: driver.job_s,
+            check_update=lambda overrides: _check_update(job, overrides),
+            host=job.host,
+            port=_port(job),
+        )
+        _remember(job, server)
+        server.start()
+    except BaseException:
+        driver.abandon()
+        raise
+    return Started(driver, server, token_file)
+
+
+def _port(job: Job) -> int:
+    """Where the driver before listened, if nothing else was asked for."""
+    try:
+        before = json.loads((job.folder / "address.json").read_text())
+        return job.port or int(before["port"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return job.port
+
+
+def _remember(job: Job, server: Server) -> None:
+    text = json.dumps({"url": server.url, "host": server.host, "port": server.port})
+    (job.folder / "address.json").write_text(text + "\n")
+
+
+def _check_update(job: Job, overrides: list[str]) -> None:
+    """Raises ConfigError for overrides that the next epoch could not start with."""
+    if job.config is None or job.recipe is None:
+        raise ConfigError("a script has no configuration to update; stop it and start it anew")
+    config = load_config(job.recipe, [*job.overrides, *overrides])
+    config.mesh(job.policy.num_nodes * job.policy.procs_per_node)
+    if config.job.run_dir != job.config.job.run_dir:
+        raise ConfigError("job.run_dir cannot change while the job runs")

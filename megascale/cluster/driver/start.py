@@ -1,0 +1,186 @@
+"""`megascale run`: from a command line to a job on several nodes, and back to an exit code.
+
+The same command line again on the folder of a job whose driver died goes on where it was: agents
+and ranks run on, and are taken over. A job that ended is continued with --resume.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megascale.cluster.driver.journal import is_unfinished
+from megascale.cluster.driver.program import Groups, Program
+from megascale.cluster.driver.session import FOLDER, Job, run
+from megascale.cluster.transitions import Policy
+from megascale.config import RunConfig, load_config
+from megascale.errors import ConfigError
+from megascale.telemetry.diagnose.hang import mesh_groups
+
+
+def run_verb(
+    words: Sequence[str],
+    *,
+    script: bool,
+    run_dir: Path | None,
+    overrides: Sequence[str],
+    backend_options: Sequence[str],
+    resume: bool,
+    **rest: Any,
+) -> int:
+    """`megascale run`: words are a recipe, or with `script` a program and its arguments."""
+    options = _options(backend_options)
+    if script:
+        if run_dir is None or not words or resume:
+            raise ConfigError(
+                "--script runs PROGRAM in --run-dir FOLDER: megascale run --script --run-dir "
+                "runs/mine --nodes 2 -- train.py ARGUMENTS; resuming is the program's own affair"
+            )
+        return run_script(
+            words, run_dir=run_dir, overrides=overrides, backend_options=options, **rest
+        )
+    if len(words) != 1 or run_dir is not None:
+        raise ConfigError(
+            f"a recipe is wanted, got {' '.join(words) or 'nothing'}"
+            f"{' and --run-dir' if run_dir else ''}; give one TOML file and its folder as --set "
+            "job.run_dir=FOLDER, or a program of your own after --script"
+        )
+    recipe = Path(words[0])
+    return run_job(recipe, overrides, resume=resume, backend_options=options, **rest)
+
+
+def _options(pairs: Sequence[str]) -> dict[str, Any]:
+    """KEY=VALUE, the value as JSON where it is some."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, separator, value = pair.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"--backend-set {pair!r} is not KEY=VALUE; for example hosts=4")
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            options[key] = value
+    return options
+
+
+def run_job(
+    recipe: Path,
+    overrides: Sequence[str],
+    *,
+    nodes: int,
+    procs_per_node: int,
+    backend: str = "local",
+    backend_options: Mapping[str, Any] | None = None,
+    spares: int | None = None,
+    resume: bool = False,
+    host: str = "127.0.0.1",
+    port: int = 0,
+) -> int:
+    """The verb with a recipe. Raises MegascaleError with what the user should read."""
+    config = load_config(recipe, overrides)
+    config.mesh(nodes * procs_per_node)
+    run_dir = Path(config.job.run_dir).absolute()
+    _check_folder(run_dir, resume=resume)
+    cluster = config.cluster
+    policy = Policy(
+        num_nodes=nodes,
+        procs_per_node=procs_per_node,
+        cluster=cluster,
+        spares=cluster.spares if spares is None else spares,
+        legal_nodes=_legal_nodes(config, nodes, procs_per_node),
+        can_save=config.checkpoint.enable,
+        resume=(run_dir / "config.json").exists(),
+    )
+    here = f"job.run_dir={json.dumps(str(run_dir), ensure_ascii=False)}"
+    words = [word for override in (*overrides, here) for word in ("--set", override)]
+    program = Program(
+        run_dir,
+        ("train", str(recipe.absolute()), *words),
+        groups=lambda world_size: _groups(config, world_size),
+    )
+    job = Job(
+        program,
+        policy,
+        backend,
+        backend_options or {},
+        config,
+        recipe,
+        tuple(overrides),
+        host=host,
+        port=port,
+    )
+    return run(job)
+
+
+def run_script(
+    argv: Sequence[str],
+    *,
+    run_dir: Path,
+    overrides: Sequence[str],
+    nodes: int,
+    procs_per_node: int,
+    backend: str = "local",
+    backend_options: Mapping[str, Any] | None = None,
+    spares: int | None = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+) -> int:
+    """The verb with somebody else's program: argv, without what starts it being known.
+
+    Of the configuration only [cluster] means something; see docs/cluster.md for what the program
+    may tell about itself.
+    """
+    others = [override for override in overrides if not override.startswith("cluster.")]
+    if others:
+        raise ConfigError(
+            f"--set {others[0]!r} with --script: only cluster.* is legal, the rest of the "
+            "configuration is the recipe's; hand it to the script as its own argument"
+        )
+    cluster = load_config(None, overrides).cluster
+    policy = Policy(
+        num_nodes=nodes,
+        procs_per_node=procs_per_node,
+        cluster=cluster,
+        spares=cluster.spares if spares is None else spares,
+        legal_nodes=tuple(range(1, nodes + 1)),
+    )
+    argv = list(argv)
+    if argv[0].endswith(".py"):
+        argv = [sys.executable, "-u", *argv]
+    program = Program(run_dir.absolute(), tuple(argv[1:]), argv=(argv[0],))
+    job = Job(program, policy, backend, backend_options or {}, host=host, port=port)
+    return run(job)
+
+
+def _check_folder(run_dir: Path, *, resume: bool) -> None:
+    """Like `megascale train`, except that a job whose driver died needs no --resume."""
+    holds_run = (run_dir / "config.json").exists()
+    holds_job = is_unfinished(run_dir / FOLDER / "journal.sqlite")
+    if holds_run and not resume and not holds_job:
+        raise ConfigError(
+            f"{run_dir} already holds a run; continue it with --resume, or start a new one with "
+            "--set job.run_dir=ANOTHER"
+        )
+    if resume and not holds_run and not holds_job:
+        raise ConfigError(
+            f"--resume: {run_dir} holds no run (no config.json); start without --resume, or set "
+            "job.run_dir to the folder of the run"
+        )
+
+
+def _legal_nodes(config: RunConfig, nodes: int, procs_per_node: int) -> tuple[int, ...]:
+    legal = []
+    for count in range(1, nodes + 1):
+        try:
+            config.mesh(count * procs_per_node)
+        except ConfigError:
+            continue
+        legal.append(count)
+    return tuple(legal)
+
+
+def _groups(config: RunConfig, world_size: int) -> Groups:
+    return mesh_groups(config.mesh(world_size))
