@@ -21,11 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-import torch.distributed as dist
-
 from megascale.checkpoint.manifest import list_checkpoints
 from megascale.data import BatchSource
-from megascale.errors import NumericalError
 from megascale.optim import learning_rate
 from megascale.telemetry.recorder import Recorder
 from megascale.topology import Coordinates
@@ -38,6 +35,7 @@ from megascale.train.corpus import (
 )
 from megascale.train.host import collections_by, runs_ahead
 from megascale.train.launch import stop_signals
+from megascale.train.nonfinite import NonfiniteSteps, first_bad_name
 from megascale.train.persistence import Persistence
 from megascale.train.replicas import check_replicas
 from megascale.train.report import Reporter, StepValues, resources
@@ -74,8 +72,7 @@ class Loop:
         self._pending: _Pending | None = None
         self._on_device = assembly.device.type == "cuda"
         self._runs_ahead = runs_ahead(self.config.training, assembly.device)
-        self._num_nonfinite = 0  # without a good step behind the last of them
-        self._last_nonfinite_step = 0
+        self._nonfinite_steps = NonfiniteSteps(self.config.training)
         self._stop_asked = False  # by a signal to this rank
         self._stopping = False  # agreed by all ranks
         self._loader: BatchSource | None = None
@@ -168,11 +165,10 @@ class Loop:
     def _settle(self, pending: _Pending) -> bool:
         """Read a step's values, report them, act on them. False where the run was rolled back."""
         values = _read(pending)
-        self.reporter.finished(values)
+        self.reporter.finished(values, pending.outcome.summary.moment)
         self._stopping = self._stopping or values.stop_votes > 0
         if not values.masked:
-            if values.step > self._last_nonfinite_step:  # replayed steps prove nothing
-                self._num_nonfinite = 0
+            self._nonfinite_steps.passed(values.step)
             return True
         return self._nonfinite(pending, values)
 
@@ -183,37 +179,17 @@ class Loop:
 
     def _nonfinite(self, pending: _Pending, values: StepValues) -> bool:
         """The update was masked on the device; now the policy. Same path on all ranks."""
-        self._num_nonfinite += 1
-        self._last_nonfinite_step = max(self._last_nonfinite_step, values.step)
-        name = self._first_bad_name(pending.outcome.update.name_of_worst())
+        own = pending.outcome.update.name_of_worst()
+        name = first_bad_name(own, self.assembly.mesh.world_size)
         self.recorder.incident("nonfinite", step=values.step, parameter=name)
-        training = self.config.training
-        what = f"step {values.step}: the gradient of {name} is not finite; it was not applied"
-        if training.nonfinite_policy == "stop":
-            raise NumericalError(f"{what}. Stopped (training.nonfinite_policy = 'stop')")
-        if self._num_nonfinite >= training.max_nonfinite_steps:
-            raise NumericalError(
-                f"{what}. Stopped after {self._num_nonfinite} such steps in a row "
-                "(training.max_nonfinite_steps)"
-            )
-        if training.nonfinite_policy == "skip":
-            logger.warning("%s (training.nonfinite_policy = 'skip')", what)
+        if self._nonfinite_steps.verdict(values.step, name) == "skip":
             return True
-        logger.warning("%s; rolling back, and going on with the data behind it", what)
         restored = self.persistence.roll_back()
         self.progress = Progress(restored.step, values.consumed_samples)
         self._close_loader()
         self._open_loader()
         self.reporter.restart_clock()
         return False
-
-    def _first_bad_name(self, own: str | None) -> str | None:
-        """The first stage's answer that is one; every rank calls this for the same step."""
-        if self.assembly.mesh.world_size == 1:
-            return own
-        names: list[str | None] = [None] * self.assembly.mesh.world_size
-        dist.all_gather_object(names, own)
-        return next((name for name in names if name is not None), None)
 
     # ------------------------------------------------------------ between steps
 
