@@ -1,8 +1,10 @@
-"""The host beside its device: does it run ahead, and when does Python collect garbage."""
+"""The host beside its device: does it run ahead, when does Python collect garbage, and whose clock
+says how long a step took."""
 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -10,6 +12,33 @@ from typing import Literal
 import torch
 
 from megascale.config import TrainingConfig
+
+
+class Moment:
+    """When the device has done what was launched so far; on a CPU, now.
+
+    A host that runs ahead says little about its device: it has launched most of a step when the
+    step before ends, and the last step of a run would seem to take what is left of it. Events cost
+    the device nothing, and their differences are exact however long the run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host_s = time.monotonic()
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def wait(self) -> None:
+        """The host waits until the device is there."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Both must have passed."""
+        if self._event is None or earlier._event is None:
+            return self._host_s - earlier._host_s
+        return earlier._event.elapsed_time(self._event) / 1e3
 
 
 def runs_ahead(training: TrainingConfig, device: torch.device) -> bool:

@@ -1,9 +1,9 @@
-"""The log line and its numbers. Rates cover the time between two log lines, all ranks together."""
+"""The log line and its numbers. Rates cover the device's time from the last step of one log line to
+that of the next, all ranks together."""
 
 from __future__ import annotations
 
 import logging
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,6 +12,7 @@ import torch
 
 from megascale.telemetry.metrics import Metrics, MetricsLogger, Throughput
 from megascale.train.assemble import Assembly
+from megascale.train.host import Moment
 from megascale.train.recording import device_name
 from megascale.train.run_folder import RunFolder
 from megascale.units import flops_per_token, peak_tflops
@@ -50,12 +51,13 @@ class Reporter:
                 folder.path, tensorboard=self.config.metrics.tensorboard, console=_say
             )
         self._throughput = _throughput(assembly)
-        self._since = time.monotonic()
+        self._since = Moment(self.device)
         self._steps = self._samples = 0
         self._validation_loss: float | None = None
 
-    def finished(self, values: StepValues) -> None:
-        """Take one step; write a line every `metrics.log_interval` steps and at the last."""
+    def finished(self, values: StepValues, moment: Moment) -> None:
+        """Take one step, which ended at `moment`; write a line every `metrics.log_interval` steps
+        and at the last."""
         self.num_skipped += values.masked
         self._steps += 1
         self._samples += values.num_samples
@@ -65,7 +67,7 @@ class Reporter:
             config.training.steps,
         )
         if due:
-            self._write(values)
+            self._write(values, moment)
 
     def validated(self, step: int, loss: float) -> None:
         """A validation after `step`; its time is not charged to the steps around it."""
@@ -74,7 +76,10 @@ class Reporter:
 
     def restart_clock(self) -> None:
         """After work that is no step (validation, checkpoint, loading)."""
-        self._since = time.monotonic()
+        self._start_at(Moment(self.device))
+
+    def _start_at(self, moment: Moment) -> None:
+        self._since = moment
         self._steps = self._samples = 0
         self.data_wait_s = 0.0
 
@@ -92,8 +97,8 @@ class Reporter:
             except OSError as error:
                 logger.warning("metrics of step %d were not written: %s", metrics.step, error)
 
-    def _write(self, values: StepValues) -> None:
-        seconds = time.monotonic() - self._since
+    def _write(self, values: StepValues, moment: Moment) -> None:
+        seconds = moment.seconds_since(self._since)
         seq_len = self.config.training.seq_len
         self._log(
             Metrics(
@@ -110,7 +115,7 @@ class Reporter:
                 **cast(Any, _memory(self.device)),
             )
         )
-        self.restart_clock()
+        self._start_at(moment)
 
 
 def _say(line: str) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from megascale.data import MicroBatch
 from megascale.optim import StepResult
 from megascale.train.assemble import Assembly
+from megascale.train.host import Moment
 
 
 class HostCopy:
@@ -28,18 +29,15 @@ class HostCopy:
     """
 
     def __init__(self, values: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
         if values.is_cuda:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
         else:
             self._values = values.clone()
+        self.moment = Moment(values.device)  # when they are there
 
     def read(self) -> list[float]:
-        if self._event is not None:
-            self._event.synchronize()
+        self.moment.wait()
         values: list[float] = self._values.tolist()
         return values
 

@@ -1,6 +1,10 @@
-"""The host in the step: it waits for no device. On GPUs; torch itself raises where it would."""
+"""The host in the step: it waits for no device. On GPUs; torch itself raises where it would. And
+whose clock times it."""
 
 from __future__ import annotations
+
+import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ import torch
 from megascale.config import load_config
 from megascale.train.assemble import assemble
 from megascale.train.corpus import make_loader
+from megascale.train.host import Moment
 from megascale.train.step import train_step
 from tests.distributed import run_ranks
 
@@ -89,3 +94,28 @@ def test_a_wait_in_a_step_would_be_an_error() -> None:
             x.sum().item()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_a_moment_is_the_devices() -> None:
+    """A host that ran ahead and then waited: it is the device's time that counts, and the last
+    step of a run is no shorter."""
+    device = torch.device("cuda")
+    moments = [Moment(device)]
+    for _ in range(3):
+        torch.cuda._sleep(200_000_000)  # about 0.1 s
+        moments.append(Moment(device))
+    launched = time.monotonic()
+    moments[-1].wait()
+    assert time.monotonic() - launched > 0.15, "the host was ahead"
+    first, *others = (b.seconds_since(a) for a, b in pairwise(moments))
+    assert first > 0.05
+    assert all(seconds == pytest.approx(first, rel=0.2) for seconds in others)
+
+
+def test_a_moment_of_a_cpu_is_now() -> None:
+    first = Moment(torch.device("cpu"))
+    time.sleep(0.02)
+    second = Moment(torch.device("cpu"))
+    second.wait()
+    assert 0.02 <= second.seconds_since(first) < 1.0
