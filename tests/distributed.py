@@ -7,6 +7,7 @@ process is inherited. It has imported no kernels: `tests/flux/shared_arena.py` s
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import multiprocessing.connection
 import os
@@ -17,8 +18,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-_context = mp.get_context("forkserver")
-_context.set_forkserver_preload(
+forkserver = mp.get_context("forkserver")
+forkserver.set_forkserver_preload(
     [
         "torch",
         "torch.distributed",
@@ -39,6 +40,7 @@ def _entry(
     args: tuple[Any, ...],
     pipe: Any,
 ) -> None:
+    gc.freeze()  # else a collection looks at all that was imported, and copies its pages: 0.4 s
     import torch
     import torch.distributed as dist
 
@@ -61,7 +63,7 @@ def _entry(
         dist.barrier()
         pipe.send(("ok", result))
     except BaseException:  # noqa: BLE001 - the edge of the process: whatever it was is reported
-        pipe.send(("error", traceback.format_exc()))
+        pipe.send(("error", (time.monotonic(), traceback.format_exc())))
     finally:
         pipe.close()
         os._exit(0)
@@ -85,8 +87,8 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         for rank in range(world_size):
-            receiver, sender = _context.Pipe(duplex=False)
-            process = _context.Process(
+            receiver, sender = forkserver.Pipe(duplex=False)
+            process = forkserver.Process(
                 target=_entry, args=(fn, rank, world_size, f"{folder}/store", cuda, args, sender)
             )
             process.start()
@@ -107,6 +109,7 @@ def _collect(ranks: list[tuple[Any, Any]], timeout_s: float) -> list[Any]:
         waiting = [pipe for rank, (_, pipe) in enumerate(ranks) if rank not in results]
         ready = mp.connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
         missing = [rank for rank in range(len(ranks)) if rank not in results]
+        failed: list[tuple[float, str, int]] = []
         assert ready, f"ranks {missing} of {len(ranks)} did not answer in {timeout_s} s"
         for rank in missing:
             pipe = ranks[rank][1]
@@ -116,6 +119,10 @@ def _collect(ranks: list[tuple[Any, Any]], timeout_s: float) -> list[Any]:
                 status, value = pipe.recv()
             except EOFError:
                 raise AssertionError(f"rank {rank} of {len(ranks)} died without a word") from None
-            assert status == "ok", f"rank {rank} of {len(ranks)} failed:\n{value}"
             results[rank] = value
+            if status != "ok":
+                failed.append((*value, rank))
+        if failed:  # the first: others fail because it is gone, and are heard in the same moment
+            _, told, rank = min(failed)
+            raise AssertionError(f"rank {rank} of {len(ranks)} failed:\n{told}")
     return [results[rank] for rank in range(len(ranks))]

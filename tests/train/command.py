@@ -1,4 +1,7 @@
-"""`megascale train` as a user starts it: in a process of its own, or in this one for refusals."""
+"""`megascale train` as a user starts it: in a process of its own, or in this one for refusals.
+
+A process of its own is a forked one (`tests/programs.py`) but where a test is about the start.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,10 @@ import psutil
 import pytest
 
 from megascale import cli
+from tests.programs import Program
 from tests.train.harness import TINY
 
+Process = subprocess.Popen[str] | Program
 SMALL = [*TINY, "model.num_layers=2", "training.global_batch_size=4", "metrics.tensorboard=false"]
 
 
@@ -31,18 +36,16 @@ def flags(settings: Sequence[str]) -> list[str]:
     return [argument for setting in settings for argument in ("--set", setting)]
 
 
+FRESH = ("-m", "megascale")
+
+
 @contextmanager
-def started(
-    arguments: Sequence[str], program: Sequence[str] = ("-m", "megascale")
-) -> Iterator[subprocess.Popen[str]]:
-    """The program under way; whatever is left of it and its children is killed at the end."""
-    process = subprocess.Popen(
-        [sys.executable, *program, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def started(arguments: Sequence[str], program: Sequence[str] = ()) -> Iterator[Process]:
+    """The program under way; whatever is left of it and its children is killed at the end.
+
+    program  arguments of a fresh interpreter (`FRESH`, or a launcher's); none: forked
+    """
+    process = _started_fresh([*program, *arguments]) if program else Program(arguments)
     family = psutil.Process(process.pid)
     try:
         yield process
@@ -53,15 +56,24 @@ def started(
         process.communicate()
 
 
-def rank_process(parent: subprocess.Popen[str], rank: int) -> psutil.Process:
-    """The process of one local rank."""
-    for child in psutil.Process(parent.pid).children():
-        if child.environ().get("RANK") == str(rank):
-            return child
-    raise AssertionError(f"{parent.args!r} has no rank {rank}")
+def _started_fresh(arguments: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def rank_process(parent: Process, rank: int) -> psutil.Process:
+    """The process of one local rank: a launcher starts its ranks in order, and nothing else."""
+    ranks = psutil.Process(parent.pid).children()
+    assert len(ranks) > rank, f"{parent.args!r} has no rank {rank}"
+    return sorted(ranks, key=lambda one: (one.create_time(), one.pid))[rank]
+
+
+def wait_until(condition: Callable[[], bool], process: Process) -> None:
     """Wait for `condition`; fails when the process ends before, or nothing comes in 60 s."""
     deadline = time.monotonic() + 60
     while not condition():
@@ -74,14 +86,14 @@ def num_lines(file: Path) -> int:
     return file.read_text().count("\n") if file.exists() else 0
 
 
-def end(process: subprocess.Popen[str], timeout_s: float = 60.0) -> tuple[int, str, str]:
+def end(process: Process, timeout_s: float = 60.0) -> tuple[int, str, str]:
     """Exit code, output and error output of a process that ends by itself."""
     try:
         output, errors = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)
         raise
-    return process.returncode, output, errors
+    return process.wait(), output, errors
 
 
 def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

@@ -41,6 +41,7 @@ from tools.blocks import ROOT
 PP2_DP2: Layout = {"tp": 1, "dp": 2, "pp": 2}
 TP2: Layout = {"tp": 2, "dp": 1, "pp": 1}
 OPTIONS = ["model.num_layers=2", "training.global_batch_size=4", "training.steps=6"]
+TWO_MICRO_BATCHES = [*OPTIONS, "training.micro_batch_size=2"]  # without data parallelism
 Patch = pytest.MonkeyPatch
 
 
@@ -237,7 +238,7 @@ class _Stop(Hook):
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [SINGLE, TP2], ids=["single", "tp2"])
 def test_running_ahead_changes_no_value(tmp_path: Path, layout: Layout) -> None:
-    more = [*OPTIONS, "checkpoint.interval=4", "validation.interval=3"]
+    more = [*TWO_MICRO_BATCHES, "checkpoint.interval=4", "validation.interval=3"]
     train(tmp_path / "ahead", layout, more, plant=RunAhead())
     train(tmp_path / "plain", layout, more)
     assert curve(tmp_path / "ahead") == curve(tmp_path / "plain")
@@ -256,12 +257,12 @@ def test_running_ahead_changes_no_value(tmp_path: Path, layout: Layout) -> None:
 @pytest.mark.full
 def test_stopped_while_ahead_all_save_the_step_that_was_launched(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert train(run, TP2, OPTIONS, plant=RunAhead(stop_after=2)) == [None, None]
+    assert train(run, TP2, TWO_MICRO_BATCHES, plant=RunAhead(stop_after=2)) == [None, None]
     # asked after 2, said by 3, read when 4 is launched
     assert checkpoints(run) == ["step-00000004"]
     assert list(curve(run)) == [1, 2, 3, 4]
-    train(run, TP2, OPTIONS, resume=True)
-    train(tmp_path / "whole", TP2, OPTIONS)
+    train(run, TP2, TWO_MICRO_BATCHES, resume=True)
+    train(tmp_path / "whole", TP2, TWO_MICRO_BATCHES)
     assert curve(run) == curve(tmp_path / "whole")
 
 

@@ -32,6 +32,7 @@ LAYOUTS: dict[str, Layout] = {
 }
 OPTIONS = [
     "model.num_layers=2",
+    "training.micro_batch_size=2",
     "training.global_batch_size=4",
     "training.steps=6",
     "lr_scheduler.decay_type=constant",

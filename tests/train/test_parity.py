@@ -82,8 +82,9 @@ CASES = pairwise(FACTORS, _feasible, first=[ALL_THREE])
 
 
 def _overrides(case: Case) -> tuple[str, ...]:
-    """Everything but the layout."""
+    """Everything but the layout. A collective of gloo costs a millisecond: no layer too many."""
     settings = [
+        f"model.num_layers={max(4, case['pp'] * case['vp'])}",
         *FAMILY[case["family"]].split(),
         f"model.block={case['block']}",
         f"model.tie_embeddings={str(case['tied']).lower()}",
@@ -172,7 +173,9 @@ LONG = [
 def test_losses_of_twenty_steps_equal_one_process(
     layout: dict[str, int], optimizer: str, lr: float
 ) -> None:
-    common = (f"optimizer.name={optimizer}", "model.num_layers=4")
+    num_layers = layout["pp"] * max(2, layout["vp"])
+    sizes = (f"model.num_layers={num_layers}", "training.micro_batch_size=2")
+    common = (f"optimizer.name={optimizer}", *sizes)
     options = (*common, f"optimizer.lr={lr}")
     reference = _reference(options, 20, False)
     unmoved = _reference((*common, "optimizer.lr=1e-9"), 20, False)

@@ -193,7 +193,12 @@ def test_three_steps_equal_torch_s_fully_sharded_adamw(num_ranks: int, family: s
 
 # ---------------------------------------------------------------- transformers
 
-OPTIONS = ["model.num_layers=4", "model.init_std=0.08", "lr_scheduler.decay_type=constant"]
+OPTIONS = [
+    "model.num_layers=4",
+    "model.init_std=0.08",
+    "lr_scheduler.decay_type=constant",
+    "training.micro_batch_size=2",
+]
 TRAINED = {
     "llama": ["model.preset=tiny-llama", "model.vocab_size=100"],  # padded on two tensor ranks
     "mistral": ["model.preset=tiny-mistral", "model.attention_window=5"],

@@ -45,9 +45,9 @@ SMALL = [
     "model.hidden_dropout=0.1",
     "model.attention_dropout=0.1",
     "training.global_batch_size=4",
-    "training.steps=12",
+    "training.steps=8",
     "optimizer.lr=0.002",
-    "checkpoint.interval=6",
+    "checkpoint.interval=4",
 ]
 Make = Callable[[str, str], Path]
 
@@ -70,7 +70,7 @@ def _once(make: Callable[[Path, str, str], Any], root: Path) -> Make:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """A folder with 12 steps in one go."""
+    """A folder with 8 steps in one go."""
 
     def make(folder: Path, layout: str, optimizer: str) -> None:
         train(folder, LAYOUTS[layout], _options(optimizer))
@@ -80,11 +80,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """A folder whose run was killed after step 9, with a checkpoint of step 6."""
+    """A folder whose run was killed after step 6, with a checkpoint of step 4."""
 
     def make(folder: Path, layout: str, optimizer: str) -> None:
-        train(folder, LAYOUTS[layout], _options(optimizer), kill_after=9)
-        assert checkpoints(folder) == ["step-00000006"]
+        train(folder, LAYOUTS[layout], _options(optimizer), kill_after=6)
+        assert checkpoints(folder) == ["step-00000004"]
 
     return _once(make, tmp_path_factory.mktemp("killed"))
 
@@ -100,10 +100,10 @@ def test_same_layout_same_bits(
     whole: Make, killed: Make, tmp_path: Path, layout: str, optimizer: str
 ) -> None:
     run, expected = _copy(killed(layout, optimizer), tmp_path), whole(layout, optimizer)
-    assert max(curve(run)) == 8  # the values of step 9 died with the process
+    assert max(curve(run)) == 5  # the values of step 6 died with the process
     train(run, LAYOUTS[layout], _options(optimizer), resume=True)
     steps = [line["step"] for line in metrics(run)]
-    assert steps == [*range(1, 9), *range(7, 13)]  # nothing but 7 and 8 was done twice
+    assert steps == [*range(1, 6), *range(5, 9)]  # nothing but 5 was done twice
     assert curve(run) == curve(expected)
     assert_same_bits(run, expected)
     assert samples(run) == samples(expected)
@@ -122,9 +122,9 @@ def test_other_layout_same_curve(
     (run / "metrics.jsonl").unlink()  # replayed steps are close here, not equal
     train(run, LAYOUTS[then], _options("adamw"), resume=True)
     after = curve(run)
-    assert list(after) == list(range(7, 13))
-    got = [(before | after)[step][0] for step in range(1, 13)]
-    want = [curve(expected)[step][0] for step in range(1, 13)]
+    assert list(after) == list(range(5, 9))
+    got = [(before | after)[step][0] for step in range(1, 9)]
+    want = [curve(expected)[step][0] for step in range(1, 9)]
     np.testing.assert_allclose(got, want, rtol=1e-5)
     assert samples(run) == samples(expected)
 
@@ -132,8 +132,8 @@ def test_other_layout_same_curve(
 @pytest.mark.full
 def test_three_resumes_in_a_row(whole: Make, tmp_path: Path) -> None:
     run, layout = tmp_path / "run", LAYOUTS["dp2"]
-    options = [*_options("adamw"), "checkpoint.interval=3"]
-    for kill_after in (4, 6, 9):
+    options = [*_options("adamw"), "checkpoint.interval=2"]
+    for kill_after in (3, 4, 6):
         train(run, layout, options, resume=run.exists(), kill_after=kill_after)
     train(run, layout, options, resume=True)
     expected = whole("dp2", "adamw")
@@ -194,8 +194,8 @@ def test_batch_ramp_up_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_a_finished_run_has_nothing_to_resume(whole: Make, tmp_path: Path) -> None:
     run = _copy(whole("single", "adamw"), tmp_path)
     train(run, SINGLE, _options("adamw"), resume=True)
-    assert len(metrics(run)) == 12
+    assert len(metrics(run)) == 8
     assert_same_bits(run, whole("single", "adamw"))
-    more = [*_options("adamw"), "training.steps=14"]
+    more = [*_options("adamw"), "training.steps=10"]
     train(run, SINGLE, more, resume=True)
-    assert [line["step"] for line in metrics(run)[12:]] == [13, 14]
+    assert [line["step"] for line in metrics(run)[8:]] == [9, 10]

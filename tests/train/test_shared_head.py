@@ -49,7 +49,8 @@ def _reference(overrides: tuple[str, ...]) -> Outcome:
 def test_gradients_equal_one_process(
     layout: dict[str, int], execution: list[str], model: list[str]
 ) -> None:
-    options = ("training.dtype=float64", *model)
+    num_layers = f"model.num_layers={layout['pp'] * layout['vp']}"
+    options = ("training.dtype=float64", num_layers, *model)
     outcomes = run_layout(layout, [*options, *SHARED, *execution], 3, ragged=True)
     reference = _reference(options)
     expected, got = join([reference]), join(outcomes)  # which refuses gaps and overlaps

@@ -7,7 +7,6 @@ exit code is 0. A failure ends all ranks at once and is shown once, with the ran
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -19,7 +18,9 @@ from megascale.checkpoint import read_meta
 from megascale.checkpoint.saved_model import find_checkpoint
 from megascale.events import Incident, read_events
 from tests.train.command import (
+    FRESH,
     SMALL,
+    Process,
     end,
     flags,
     num_lines,
@@ -38,7 +39,7 @@ def _arguments(run: Path, *settings: str) -> list[str]:
     return ["train", str(write_recipe(run.parent)), "--nproc", "2", *given]
 
 
-def _wait_for_steps(run: Path, process: subprocess.Popen[str], count: int = 3) -> None:
+def _wait_for_steps(run: Path, process: Process, count: int = 3) -> None:
     wait_until(lambda: num_lines(run / "metrics.jsonl") >= count, process)
 
 
@@ -50,10 +51,14 @@ def _saved_steps(run: Path) -> list[int | None]:
     return [event.step for event in incidents if event.name == "checkpoint"]
 
 
-@pytest.mark.parametrize("target", ["parent", "rank 1"])
-def test_sigterm_saves_the_same_step_everywhere(tmp_path: Path, target: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "program"), [("parent", FRESH), ("rank 1", ())], ids=["parent", "rank 1"]
+)
+def test_sigterm_saves_the_same_step_everywhere(
+    tmp_path: Path, target: str, program: tuple[str, ...]
+) -> None:
     run = tmp_path / "run"
-    with started(_arguments(run, "training.steps=100000")) as process:
+    with started(_arguments(run, "training.steps=100000"), program) as process:
         _wait_for_steps(run, process)
         if target == "parent":
             process.send_signal(signal.SIGTERM)
@@ -107,7 +112,7 @@ def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
 
 def test_stopped_before_it_trained(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with started(_arguments(run)) as process:
+    with started(_arguments(run), FRESH) as process:
         wait_until((run / "logs" / "rank00001.log").exists, process)
         process.send_signal(signal.SIGTERM)
         code, output, errors = end(process)
