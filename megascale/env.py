@@ -258,10 +258,9 @@ def child_environment(
     return {**env, **MULTICAST_OFF, **changes}
 
 
-def first_visible_gpu(variables: Mapping[str, str] | None = None) -> str:
+def first_visible_gpu(variables: Mapping[str, str] = os.environ) -> str:
     """What the driver calls the first GPU that CUDA shows this process: a number or a UUID."""
-    env = os.environ if variables is None else variables
-    return env.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
+    return variables.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
 
 
 def hostname() -> str:
