@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -40,12 +41,16 @@ FRESH = ("-m", "megascale")
 
 
 @contextmanager
-def started(arguments: Sequence[str], program: Sequence[str] = ()) -> Iterator[Process]:
+def started(
+    arguments: Sequence[str], program: Sequence[str] = (), folder: Path | None = None
+) -> Iterator[Process]:
     """The program under way; whatever is left of it and its children is killed at the end.
 
     program  arguments of a fresh interpreter (`FRESH`, or a launcher's); none: forked
+    folder   where it runs; None: here
     """
-    process = _started_fresh([*program, *arguments]) if program else Program(arguments)
+    start = partial(_start_fresh, program) if program else Program
+    process = start(arguments, folder)
     family = psutil.Process(process.pid)
     try:
         yield process
@@ -56,9 +61,12 @@ def started(arguments: Sequence[str], program: Sequence[str] = ()) -> Iterator[P
         process.communicate()
 
 
-def _started_fresh(arguments: Sequence[str]) -> subprocess.Popen[str]:
+def _start_fresh(
+    program: Sequence[str], arguments: Sequence[str], folder: Path | None
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, *arguments],
+        [sys.executable, *program, *arguments],
+        cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -8,6 +8,8 @@ import signal
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from megascale.train.bench.beside import Beside
 from megascale.train.bench.case import Case
 from megascale.train.bench.measure import Run
 from tests.train.bench.planted import FIRST_LOSS, PP2, TINY, TP2, planted_run, write_tiny
-from tests.train.command import end, flags, run_here, started
+from tests.train.command import FRESH, end, flags, run_here, started
 from tools import tables
 from tools.blocks import ROOT
 
@@ -205,23 +207,19 @@ def test_a_wrong_loss_leaves_no_row(
     assert complaint in capsys.readouterr().err
 
 
-def _bench(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "megascale", "bench", "step", str(folder / "tiny.toml"), *more],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=220,
-    )
+def _bench(folder: Path, *more: str, program: Sequence[str] = ()) -> tuple[int, str, str]:
+    """Exit code, output and error output of the verb in `folder`. program: of `started`."""
+    arguments = ("bench", "step", str(folder / "tiny.toml"), *more)
+    with started(arguments, program, folder) as process:
+        return end(process, timeout_s=220.0)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)  # 20 s alone; ten processes start, beside whatever else is tested
+@pytest.mark.timeout(240)  # beside whatever else is tested
 def test_the_ladder_on_two_ranks(tmp_path: Path) -> None:
     write_tiny(tmp_path, TINY.replace("num_layers = 4", "num_layers = 2"))
-    result = _bench(tmp_path, "--nproc", "2", "--ablate", "--set", PP2)
-    assert result.returncode == 0, result.stderr
+    code, output, errors = _bench(tmp_path, "--nproc", "2", "--ablate", "--set", PP2)
+    assert code == 0, errors
     rows = tables.read_rows("ladder", tmp_path / "benchmarks" / "results")
     names = ["baseline", "parallel block", "sliding window", "PP overlap"]
     names += ["efficient operators", "misc", "LAMB 3x batch"]
@@ -233,7 +231,7 @@ def test_the_ladder_on_two_ranks(tmp_path: Path) -> None:
     assert window["losses"] != rows[1]["losses"]
     assert rows[5]["losses"] == rows[4]["losses"] == overlap["losses"]
     assert rows[6]["sum_of_gains"] == pytest.approx(rows[6]["value"] - rows[0]["value"])
-    printed = result.stdout.split("\n\n")[-1]
+    printed = output.split("\n\n")[-1]
     assert [line.split("  ")[0] for line in printed.splitlines()[1:10]] == [
         *names[:3],
         "TP overlap",
@@ -249,8 +247,8 @@ def test_the_ladder_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_one_case_and_a_case_that_fails(tmp_path: Path) -> None:
     write_tiny(tmp_path, TINY.replace("num_layers = 4", "num_layers = 1"))
-    result = _bench(tmp_path)
-    assert result.returncode == 0, result.stderr
+    code, _, errors = _bench(tmp_path, program=FRESH)
+    assert code == 0, errors
     output = tmp_path / "benchmarks" / "results" / "step.jsonl"
     (line,) = output.read_text().splitlines()
     row = json.loads(line)
@@ -259,9 +257,9 @@ def test_one_case_and_a_case_that_fails(tmp_path: Path) -> None:
     assert "lead_ms" not in row, "a CPU has done what was launched"
     assert row["peak_gb"] > 0.05
     failing = flags(["optimizer.lr=1e38", "training.nonfinite_policy=stop", TP2])
-    result = _bench(tmp_path, *failing, "--nproc", "2")
-    assert result.returncode == 6
-    assert re.search("of 2: .*not finite", result.stderr)
+    code, _, errors = _bench(tmp_path, *failing, "--nproc", "2")
+    assert code == 6
+    assert re.search("of 2: .*not finite", errors)
     assert output.read_text().splitlines() == [line]
 
 
@@ -269,10 +267,10 @@ def test_one_case_and_a_case_that_fails(tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 def test_the_waterfall_of_a_pipeline_beside_the_step_without_communication(tmp_path: Path) -> None:
     write_tiny(tmp_path, TINY.replace("num_layers = 4", "num_layers = 2"))
-    result = _bench(
+    code, output, errors = _bench(
         tmp_path, "--nproc", "2", "--set", PP2, "--waterfall", "--without-communication"
     )
-    assert result.returncode == 0, result.stderr
+    assert code == 0, errors
     (row,) = tables.read_rows("waterfall", tmp_path / "benchmarks" / "results")
     assert sum(row["ms"].values()) == pytest.approx(row["step_ms"])
     assert sum(row["shares"].values()) == pytest.approx(1.0)
@@ -280,16 +278,20 @@ def test_the_waterfall_of_a_pipeline_beside_the_step_without_communication(tmp_p
     assert len(row["ranks_ms"]) == len(row["cross_check"]["ranks"]) == 2
     assert row["ms"]["bubble"] > 0
     assert row["details_ms"]["gemm mlp.fc1 backward"] > 0
-    printed = result.stdout.split("\n")
+    printed = output.split("\n")
     assert any(line.startswith("gemm_inefficiency ") for line in printed)
     assert not (tmp_path / "benchmarks" / "results" / "step.jsonl").exists()
 
 
 @pytest.mark.full
-def test_the_roof_is_measured_before_and_after_the_steps(tmp_path: Path) -> None:
-    write_tiny(tmp_path, TINY.replace("num_layers = 4", "num_layers = 1"))
-    result = _bench(tmp_path, "--roof")
-    assert result.returncode == 0, result.stderr
+def test_the_roof_is_measured_before_and_after_the_steps(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """By a rank of its own, whose command says for how long: here, shorter than usual."""
+    monkeypatch.setattr(start, "Beside", partial(Beside, warm_up_s=0.2, round_s=0.1))
+    monkeypatch.chdir(tmp_path)
+    recipe = write_tiny(tmp_path, TINY.replace("num_layers = 4", "num_layers = 1"))
+    assert run_here(monkeypatch, "bench", "step", str(recipe), "--roof") == 0
     (row,) = tables.read_rows("step", tmp_path / "benchmarks" / "results")
     assert set(row["roof"]) == {"before", "after"}
     assert row["baselines"]["roof"] == pytest.approx(statistics.fmean(row["roof"].values()))
