@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
@@ -68,7 +70,8 @@ class FakeDriver:
         self._server.shutdown()
         self._server.server_close()
         for connection in self._server.connections:
-            connection.close()
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # its thread would serve on
 
     # ------------------------------------------------------------ of tests
 
