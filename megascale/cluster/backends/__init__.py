@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megascale.cluster.backends.base import AgentStart, Backend, Sizes
+from megascale.cluster.backends.kubernetes import KubernetesBackend
 from megascale.cluster.backends.local import LocalBackend
 from megascale.cluster.backends.slurm import SlurmBackend
 from megascale.errors import LaunchError
@@ -18,6 +19,7 @@ def _local(start: AgentStart, _sizes: Sizes, options: Mapping[str, Any]) -> Back
 BACKENDS: dict[str, Callable[[AgentStart, Sizes, Mapping[str, Any]], Backend]] = {
     "local": _local,
     "slurm": SlurmBackend,
+    "kubernetes": KubernetesBackend,
 }
 
 

@@ -49,7 +49,7 @@ class State(BaseModel):
 
     job      random, of this run folder: the mark on all that the backend starts
     past     host by name, of machines that were given up
-    given    how often a host was given, by host
+    given    how often a host was given, by host; also other counts that must not go back
     blocked  reason by host
     """
 
@@ -65,8 +65,12 @@ class State(BaseModel):
 
     def new_name(self, host: str) -> str:
         """`host` at first, then `host.2`, `host.3`: counted here, so each is given once."""
-        self.given[host] = self.given.get(host, 0) + 1
-        return host if self.given[host] == 1 else f"{host}.{self.given[host]}"
+        number = self.count(host)
+        return host if number == 1 else f"{host}.{number}"
+
+    def count(self, what: str) -> int:
+        self.given[what] = self.given.get(what, 0) + 1
+        return self.given[what]
 
     def drop(self, name: str, *, block: str | None = None) -> Record | None:
         """Take a machine out; None if it was out already. `block`: the reason, if it is blocked."""

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.backends.fake_kubernetes import FakeCluster
+from tests.cluster.backends.fake_kubernetes_api import KubernetesHarness, serving
 from tests.cluster.backends.harness import Harness, LocalHarness
 from tests.cluster.backends.slurm_cluster import Cluster, SlurmHarness, running_cluster, why_not
 
@@ -36,7 +38,21 @@ def local_place(tmp_path: Path) -> Iterator[LocalHarness]:
     harness.end()
 
 
-@pytest.fixture(params=["local", pytest.param("slurm", marks=pytest.mark.full)])
+@pytest.fixture
+def kubernetes_place(tmp_path: Path) -> Iterator[KubernetesHarness]:
+    switch_of = {f"worker{i}": f"leaf{i // 3}" for i in range(Harness.hosts)}
+    cluster = FakeCluster(tmp_path / "pods", KubernetesHarness.switch_label, switch_of)
+    cluster.folder.mkdir()
+    with serving(cluster) as url:
+        yield KubernetesHarness(tmp_path, cluster, url)
+
+
+@pytest.fixture(
+    params=[
+        "local",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("kubernetes", "slurm")),
+    ]
+)
 def place(request: pytest.FixtureRequest) -> Harness:
     harness: Harness = request.getfixturevalue(f"{request.param}_place")
     return harness

@@ -46,7 +46,8 @@ def test_allocate_starts_an_agent_a_machine_on_hosts_of_their_own(place: Harness
             said = place.said(machine.name)
             assert said["token"] == TOKEN
             assert said["driver"] == place.start.driver_url
-            assert (said["host"], said["switch"]) == (machine.host, machine.switch)
+            assert said["host"] == machine.host
+            assert said["switch"] in (machine.switch, None), "a pod cannot know its node's labels"
             assert re.fullmatch(r"[\w.:@/+-]+", machine.name), "a legal name of a message"
 
 
