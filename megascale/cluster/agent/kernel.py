@@ -79,12 +79,15 @@ class OutOfMemoryCounter:
         self.rose_s: float | None = None
 
     def look(self) -> None:
-        """Read the counter again; the last cgroup's where the process is gone."""
-        file = self._find() or self._file
-        count = _oom_kills(file) if file else None
-        if file == self._file and None not in (count, self._count) and count != self._count:
-            self.rose_s = time.monotonic()
-        self._file, self._count = file, count
+        """Read the counter again, that of the last cgroup first: a dead process is in none."""
+        if self._file is not None:
+            count = _oom_kills(self._file)
+            if count is not None and self._count is not None and count > self._count:
+                self.rose_s = time.monotonic()
+            self._count = count
+        file = self._find()
+        if file is not None and file != self._file:
+            self._file, self._count = file, _oom_kills(file)
 
     def _find(self) -> Path | None:
         try:
