@@ -105,7 +105,8 @@ def end(
             known[mark][pid] = ticks
             _signal(pid, ticks, signal.SIGTERM)
     asked = time.monotonic()
-    while left := _still_there(known, prefix):
+    # Twice: a process that forked and ended during one look is in none of it, its child neither.
+    while left := _still_there(known, prefix) or _still_there(known, prefix):
         waited_s = time.monotonic() - asked
         for mark, pids in left.items():
             if waited_s < grace_s and agents[mark] in pids:

@@ -44,7 +44,9 @@ def kubernetes_place(tmp_path: Path) -> Iterator[KubernetesHarness]:
     cluster = FakeCluster(tmp_path / "pods", KubernetesHarness.switch_label, switch_of)
     cluster.folder.mkdir()
     with serving(cluster) as url:
-        yield KubernetesHarness(tmp_path, cluster, url)
+        harness = KubernetesHarness(tmp_path, cluster, url)
+        yield harness
+    harness.end()
 
 
 @pytest.fixture(

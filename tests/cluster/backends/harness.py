@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -65,10 +66,15 @@ class Harness:
         return []
 
     def end(self) -> None:
+        """Whatever the test did, no process of it stays."""
         for name in self.running():
             for pid in (self.said(name)["pid"], self.said(name)["child"]):
                 if lives(pid):
                     os.kill(pid, signal.SIGKILL)
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get("STUB_OF") == str(self.run_dir):
+                    process.kill()
 
 
 class LocalHarness(Harness):

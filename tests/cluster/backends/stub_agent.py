@@ -13,7 +13,8 @@ for name in ("--driver", "--token-file", "--run-dir", "--node", "--host-name"):
 parser.add_argument("--switch")
 arguments = parser.parse_args()
 
-child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+mark = {**os.environ, "STUB_OF": arguments.run_dir}  # for `Harness.end`
+child = subprocess.Popen(["sleep", "600"], start_new_session=True, env=mark)
 folder = Path(arguments.run_dir) / "stub"
 folder.mkdir(parents=True, exist_ok=True)
 said = {
