@@ -15,6 +15,8 @@ from megascale.cluster.selfcheck.check import Check
 from megascale.cluster.selfcheck.expected import Expected
 from megascale.cluster.selfcheck.process import Outcome
 
+MOST_THROTTLED = 0.5  # of the periods of a CPU quota
+
 Hashes = Callable[[str], Mapping[str, str]]
 
 
@@ -80,16 +82,19 @@ def judge_speeds(
     _, slowest, bar = worst
     unit = slowest.get("unit", outcome.result["unit"])
     reason = f"slower by more than {1 - least:.0%}: " + "; ".join(slow) if slow else ""
+    throttled = outcome.result.get("throttled_share", 0.0)
+    if throttled > MOST_THROTTLED:
+        reason = f"a CPU quota stopped it in {throttled:.0%} of its periods; {reason}".rstrip("; ")
     return Check(
         name,
-        not slow,
+        not reason,
         outcome.seconds,
         reason,
         slowest["value"],
         unit,
         bar,
         detail,
-        speed_only=bool(slow),
+        speed_only=bool(reason),
     )
 
 

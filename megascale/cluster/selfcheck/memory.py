@@ -2,7 +2,8 @@
 
 A thread's rate is bytes read and written over the CPU time that it got, the best of many short
 copies; a node's is the sum over its threads. So work beside the check does not make a healthy node
-look slow: 64 MiB copies on a machine with twice as many busy threads as CPUs agreed within 6 %.
+look slow: with none to five times as many busy threads as CPUs, values lay within 11 % of their
+middle.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 On a CPU: one thread on each of a few cores in turn, FLOPs over the CPU time that it got, the best
 of many short products; the median over the cores. So work beside the check does not make a healthy
-node look slow (agreed within 2 % with twice as many busy threads as cores). On a GPU: random
+node look slow (within 5 % of the middle with none to five busy threads a core). On a GPU: random
 operands, after a warm-up, the median over rounds, so that a device that throttles shows.
 """
 
@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale.train.selfcheck.throttle import throttled_share
+
 CPU_SIZE, GPU_SIZE = 512, 8192
 CHECKED = 64  # rows and columns
 WARM_UP_S = 0.3
@@ -25,6 +27,8 @@ ROUND = 10  # products between two events
 
 def run(arguments: Mapping[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
     """One rate for the CPU, in GFLOP/s, and one a GPU, in TFLOP/s.
+
+    throttled_share  of the periods since this process's start in which a CPU quota stopped it
 
     arguments  cpu_kind; seconds: a device; cores: of the CPU, at most
     Raises ValueError for a wrong product.
@@ -37,8 +41,10 @@ def run(arguments: Mapping[str, Any], tell: Callable[[str], None]) -> dict[str, 
             "class": "gemm_fp32_core_gflops",
             "kind": arguments["cpu_kind"],
             "value": _cpu_rate(seconds, int(arguments["cores"])),
+            "unit": "GFLOP/s",
         }
     ]
+    throttled = throttled_share()
     for index in range(torch.cuda.device_count()):
         tell(f"cuda:{index}")
         device = torch.device("cuda", index)
@@ -51,7 +57,12 @@ def run(arguments: Mapping[str, Any], tell: Callable[[str], None]) -> dict[str, 
             }
         )
     on_gpus = len(rates) > 1
-    return {"rates": rates, "unit": "TFLOP/s" if on_gpus else "GFLOP/s", "gpus": len(rates) - 1}
+    return {
+        "rates": rates,
+        "unit": "TFLOP/s" if on_gpus else "GFLOP/s",
+        "gpus": len(rates) - 1,
+        "throttled_share": throttled,
+    }
 
 
 def _cpu_rate(seconds: float, most_cores: int) -> float:
