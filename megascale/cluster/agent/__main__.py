@@ -32,6 +32,9 @@ def parse(arguments: list[str]) -> Settings:
     add("--fake-devices", type=Path, metavar="FILE", help="JSON in place of NVML (tests)")
     add("--sys-root", type=Path, default=Path("/sys"), help="where interfaces are read")
     add("--kernel-log", type=Path, default=Path("/dev/kmsg"), help="where the kernel's log is read")
+    add(
+        "--check-margin", type=float, default=10.0, metavar="S", help="of a self-check, then killed"
+    )
     got = parser.parse_args(arguments)
     default_s = ClusterConfig.model_fields["orphan_timeout_s"].default
     return Settings(
@@ -46,6 +49,7 @@ def parse(arguments: list[str]) -> Settings:
         sys_root=got.sys_root,
         kernel_log=got.kernel_log,
         fake_devices=got.fake_devices,
+        check_margin_s=got.check_margin,
     )
 
 

@@ -60,6 +60,7 @@ class Settings:
     sys_root: Path = Path("/sys")
     kernel_log: Path = Path("/dev/kmsg")
     fake_devices: Path | None = None
+    check_margin_s: float = 10.0  # of a self-check beyond its own deadline, before it is killed
 
 
 @dataclass
@@ -98,7 +99,7 @@ class Agent:
             self._heart,
             self._fence,
             self._results,
-            take=lambda command: self._inbox.put(lambda: self._obey(command)),
+            take=lambda command: self._inbox.put(lambda: self._try(command)),
         )
         self._collector = Collector(
             self._board,
@@ -107,7 +108,9 @@ class Agent:
             sys_root=settings.sys_root,
             kernel_log=settings.kernel_log,
         )
-        self._errands = Errands(settings.run_dir, self._ranks, self._results)
+        self._errands = Errands(
+            settings.run_dir, self._ranks, self._results, settings.check_margin_s
+        )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._starts: deque[Command] = deque()
         self._stops: list[_Stop] = []
@@ -150,6 +153,14 @@ class Agent:
             kill_deadline_s=joined.kill_deadline_s,
         )
         self._orphan_timeout_s = joined.orphan_timeout_s
+
+    def _try(self, command: Command) -> None:
+        """One odd order must not end the ranks, which the end of this process would."""
+        try:
+            self._obey(command)
+        except Exception as error:  # noqa: BLE001 - told to the driver, and in the log
+            _log.exception("command %d failed", command.sequence)
+            self._results.put(command, ok=False, reason=f"{type(error).__name__}: {error}")
 
     def _obey(self, command: Command) -> None:
         match command.order:

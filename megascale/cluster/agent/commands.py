@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from megascale.cluster.agent.heartbeat import Fence, Heart, Identity
-from megascale.cluster.agent.link import Backoff, Link, LinkError, RefusedError, SeldomLog
+from megascale.cluster.agent.link import Backoff, Link, LinkError, RefusedError, SeldomLog, fits
 from megascale.cluster.messages import TEXT, Command, Result
 
 MOST_RESULTS = 256
@@ -59,6 +59,9 @@ class Results(threading.Thread):
             reason=reason[:TEXT],
             detail=detail or {},
         )
+        if not fits(result):
+            said = f"{result.reason}; the detail was too large to be sent".lstrip("; ")
+            result = result.model_copy(update={"detail": {}, "reason": said[-TEXT:]})
         with self._lock:
             self._unfinished.discard(command.sequence)
             self._waiting.append(result)

@@ -4,15 +4,14 @@ py-spy reads the memory of a process without stopping it (`--nonblocking`), so a
 also in a C call that holds the GIL, can be asked; one that runs may be read while it moves, and is
 asked again once. What it says is cut so that a node's dump fits into one result.
 
-    {"stacks": {"0": [{"thread": "MainThread", "active": true, "gil": false,
-                       "frames": ["wait (threading.py:331)", ...]}]},        innermost first
+    {"stacks": {"0": "Thread 0x7F.. (idle): \"MainThread\"\n    wait (threading.py:331)\n..."},
      "recorders": {"0": [{"path": ..., "bytes": ..., "text": ...}]},        text of JSON files alone
      "missing": {"1": "why there are no stacks"}}
 """
 
 from __future__ import annotations
 
-import json
+import re
 import shutil
 import subprocess
 import sys
@@ -29,7 +28,7 @@ DEADLINE_S = 10.0  # of one call of py-spy
 ATTEMPTS = 2
 AT_ONCE = 4
 RESULT_BYTES = BODY_BYTES // 2
-MOST_THREADS, MOST_FRAMES, MOST_FRAME = 64, 64, 200
+_REASON = 200
 _RECORDER_BYTES = 256 << 10
 
 
@@ -41,29 +40,31 @@ def dump(ranks: Mapping[int, tuple[int, Path]]) -> dict[str, Any]:
         asked = {rank: pool.submit(stacks, pid) for rank, (pid, _) in ranks.items()}
     for rank, (_, run_dir) in ranks.items():
         try:
-            threads = asked[rank].result()
+            text = asked[rank].result()
         except OSError as error:
-            found["missing"][str(rank)] = str(error)[:MOST_FRAME]
+            found["missing"][str(rank)] = str(error)[:_REASON]
         else:
-            found["stacks"][str(rank)] = _cut(threads, share // 2)
+            found["stacks"][str(rank)] = _cut(text, share)
         recorders = _recorders(run_dir, rank, share // 2)
         if recorders:
             found["recorders"][str(rank)] = recorders
     return found
 
 
-def stacks(pid: int) -> list[dict[str, Any]]:
-    """The process's threads, the innermost frame first. Raises OSError where py-spy has none."""
+def stacks(pid: int) -> str:
+    """Text of `py-spy dump`: the process's threads, the innermost frame first.
+
+    Raises OSError where there is none.
+    """
     program = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
-    command = [program, "dump", "--pid", str(pid), "--nonblocking", "--json"]
     said = ""
     for _ in range(ATTEMPTS):
         try:
-            output, said = _run(command)
+            output, said = _run([program, "dump", "--pid", str(pid), "--nonblocking"])
         except FileNotFoundError:
             raise OSError("py-spy is not installed: pip install 'megascale[cluster]'") from None
         if output:
-            return [_thread(thread) for thread in json.loads(output)[:MOST_THREADS]]
+            return output.decode(errors="replace")
     raise OSError(f"py-spy: {said or 'no stacks'}")
 
 
@@ -84,29 +85,14 @@ def _run(command: list[str]) -> tuple[bytes, str]:
     return (output if process.returncode == 0 else b""), said
 
 
-def _thread(thread: Mapping[str, Any]) -> dict[str, Any]:
-    frames = [
-        f"{frame['name']} ({frame.get('short_filename') or frame['filename']}:{frame['line']})"
-        for frame in thread["frames"][:MOST_FRAMES]
-    ]
-    return {
-        "thread": thread.get("thread_name") or str(thread["thread_id"]),
-        "active": bool(thread["active"]),
-        "gil": bool(thread["owns_gil"]),
-        "frames": [frame[:MOST_FRAME] for frame in frames],
-    }
-
-
-def _cut(threads: list[dict[str, Any]], most_bytes: int) -> list[dict[str, Any]]:
-    """As many threads as fit, the main thread and active ones first."""
-    threads = sorted(threads, key=lambda t: (t["thread"] != "MainThread", not t["active"]))
-    kept: list[dict[str, Any]] = []
-    for thread in threads:
-        most_bytes -= len(json.dumps(thread))
-        if most_bytes < 0:
-            break
-        kept.append(thread)
-    return kept
+def _cut(text: str, most: int) -> str:
+    """The threads that fit, the main thread and those that run first, in whole lines."""
+    if len(text) <= most:
+        return text
+    head, *threads = re.split(r"(?m)^(?=Thread )", text)
+    threads.sort(key=lambda thread: ('"MainThread"' not in thread, "(active" not in thread))
+    whole = "".join([head, *threads])[:most]
+    return whole[: whole.rfind("\n") + 1] + "(cut)\n"
 
 
 def _recorders(run_dir: Path, rank: int, most_bytes: int) -> list[dict[str, Any]]:

@@ -20,7 +20,6 @@ from megascale.cluster.agent.dump import dump
 from megascale.cluster.agent.processes import Ranks
 from megascale.cluster.messages import BODY_BYTES, Command, DumpStacks, RunSelfCheck
 
-CHECK_MARGIN_S = 10.0  # the self-check has its own deadline; beyond this one it is killed
 _TAIL = 500
 
 
@@ -36,8 +35,11 @@ class _Check:
 class Errands:
     """Main thread only; `tick` posts what has come to its end."""
 
-    def __init__(self, run_dir: Path, ranks: Ranks, results: Results) -> None:
+    def __init__(
+        self, run_dir: Path, ranks: Ranks, results: Results, check_margin_s: float
+    ) -> None:
         self._run_dir, self._ranks, self._results = run_dir, ranks, results
+        self._check_margin_s = check_margin_s
         self._checks: list[_Check] = []
 
     def dump(self, command: Command, order: DumpStacks) -> None:
@@ -64,15 +66,9 @@ class Errands:
         """As a process in a session of its own."""
         output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the check
         arguments = [order.level, str(order.deadline_s), str(self._run_dir), *order.peers]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "megascale.cluster.agent.self_check", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self._ranks.helpers.add(process.pid)
-        give_up_s = time.monotonic() + order.deadline_s + CHECK_MARGIN_S
+        program = [sys.executable, "-m", "megascale.cluster.agent.self_check"]
+        process = self._ranks.start_helper([*program, *arguments], output)
+        give_up_s = time.monotonic() + order.deadline_s + self._check_margin_s
         self._checks.append(_Check(command, process, output, give_up_s))
 
     def tick(self) -> None:
@@ -100,7 +96,7 @@ class Errands:
             check.process.wait(0.5)
 
     def _post(self, check: _Check, *, has_ended: bool) -> None:
-        self._ranks.helpers.discard(check.process.pid)
+        self._ranks.helper_ended(check.process.pid)
         check.output.seek(0)
         output = check.output.read(BODY_BYTES)
         check.output.close()

@@ -127,8 +127,9 @@ class Heart(threading.Thread):
                 self.last_contact_s = time.monotonic()
 
     def _refused(self, error: RefusedError) -> None:
-        """Final at the first join. Later there are ranks, which only silence may end."""
-        if not self._was_joined:
+        """Whatever the reason is, the first join is the last. Later there are ranks, which only
+        being unwanted, or silence, may end."""
+        if error.is_final or not self._was_joined:
             self._on_leave(str(error), True)
             return
         self._failures += 1

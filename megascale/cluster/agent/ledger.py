@@ -39,9 +39,12 @@ _SHARED_MEMORY = Path("/dev/shm")
 _SWEEP_POLL_S = 0.02
 
 
+HELPER = -1
+
+
 @dataclass(frozen=True)
 class Member:
-    """A rank, or a process below it."""
+    """A rank, a process below it, or (`rank` HELPER) one that works for the agent."""
 
     pid: int
     start_ticks: int

@@ -42,7 +42,14 @@ class LinkError(Exception):
 
 
 class RefusedError(LaunchError):
-    """The driver will not have this agent or this message, however often it is asked."""
+    """The driver will not have this message, however often it is asked.
+
+    is_final  it will not have this agent: it was evicted, or another has its place
+    """
+
+    def __init__(self, text: str, *, is_final: bool = False) -> None:
+        super().__init__(text)
+        self.is_final = is_final
 
 
 class Link:
@@ -105,7 +112,8 @@ class Link:
         if answer.status_code in _FINAL:
             raise RefusedError(
                 f"the driver at {self._url} refuses {path} with {answer.status_code}: "
-                f"{answer.text[:500]}; it must be of the same version, and --token-file its own"
+                f"{answer.text[:500]}; it must be of the same version, and --token-file its own",
+                is_final=answer.status_code == 403,
             )
         if answer.status_code != 200:
             raise LinkError(f"{self._url}{path}: {answer.status_code} {answer.text[:200]}")

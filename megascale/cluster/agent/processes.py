@@ -18,8 +18,9 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import IO
 
-from megascale.cluster.agent.ledger import PAGE_VARIABLE, Ledger, Record, sweep
+from megascale.cluster.agent.ledger import HELPER, PAGE_VARIABLE, Ledger, Member, Record, sweep
 from megascale.cluster.agent.proc import Stat, all_stats, marker_of, read_stat
 from megascale.cluster.agent.progress import make_page, page_path, rank_of_page
 from megascale.cluster.agent.rank_process import (
@@ -48,7 +49,7 @@ class Ranks:
     def __init__(self, ledger: Ledger) -> None:
         self.deadlines = Deadlines()
         self.statuses: tuple[RankStatus, ...] = ()
-        self.helpers: set[int] = set()  # children that are nobody's rank and collected elsewhere
+        self._helpers: dict[int, Member] = {}
         self._ledger = ledger
         self._ranks: list[RankProcess] = []
         self._session = os.getsid(0)
@@ -117,6 +118,28 @@ class Ranks:
             self._watchdog.tend()
         return self._publish()
 
+    def start_helper(self, command: list[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+        """A process that works for the agent: it ends with it as a rank does, in its own session.
+
+        Whoever starts it collects it, and says so with `helper_ended`.
+        """
+        process = subprocess.Popen(
+            [*_birth(), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        stat = read_stat(process.pid)
+        assert stat is not None, f"own child {process.pid} is not in /proc"
+        self._helpers[stat.pid] = Member(stat.pid, stat.start_ticks, stat.pid, HELPER, 0)
+        self._write_record()
+        return process
+
+    def helper_ended(self, pid: int) -> None:
+        self._helpers.pop(pid, None)
+        self._write_record()
+
     @property
     def is_idle(self) -> bool:
         return all(rank.is_settled for rank in self._ranks)
@@ -139,13 +162,12 @@ class Ranks:
         page = page_path(self._ledger.pages, place.rank, epoch)
         make_page(page)
         program = order.program or [sys.executable, "-m", "megascale"]
-        birth = [sys.executable, "-I", "-S", str(_BIRTH), str(os.getpid())]
         with log.open("ab") as output:
             log_offset = output.tell()
             output.write(_epoch_line(place.rank, epoch))
             output.flush()
             process = subprocess.Popen(
-                [*birth, *program, *order.arguments],
+                [*_birth(), *program, *order.arguments],
                 env=_environment(order, place, epoch, page),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -182,7 +204,7 @@ class Ranks:
 
     def _look_after_adopted(self, stats: Mapping[int, Stat]) -> None:
         """Collect dead grandchildren, and give living ones that no rank knows to theirs."""
-        own = {rank.pid for rank in self._ranks} | {self._watchdog.pid} | self.helpers
+        own = {rank.pid for rank in self._ranks} | {self._watchdog.pid} | self._helpers.keys()
         known = {pid for rank in self._ranks for pid, _ in rank.below}
         marker = f"{PAGE_VARIABLE}={self._ledger.pages}/".encode()
         for stat in stats.values():
@@ -199,6 +221,7 @@ class Ranks:
 
     def _write_record(self) -> None:
         members = [member for rank in self._ranks for member in rank.members()]
+        members += self._helpers.values()
         record = replace(self._record, members=tuple(sorted(members, key=lambda m: m.pid)))
         if record == self._record and self._ledger.is_written:
             return
@@ -221,9 +244,13 @@ class Ranks:
         for stat in sweep(last, SWEEP_DEADLINE_S):
             _log.error("pid %d of an earlier agent does not end (state %s)", stat.pid, stat.state)
             member = members.get(stat.identity)
-            if member is not None:
+            if member is not None and member.rank != HELPER:
                 self._ranks.append(left_over(member, time.monotonic()))
         self._publish()
+
+
+def _birth() -> list[str]:
+    return [sys.executable, "-I", "-S", str(_BIRTH), str(os.getpid())]
 
 
 def _environment(order: StartRanks, place: RankPlace, epoch: int, page: Path) -> dict[str, str]:

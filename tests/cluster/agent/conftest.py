@@ -41,7 +41,7 @@ def start_agent(tmp_path: Path, token_file: Path, driver: FakeDriver) -> Iterato
     command = [sys.executable, "-m", "megascale.cluster.agent", "--driver", driver.url]
     command += ["--token-file", str(token_file), "--run-dir", str(tmp_path)]
 
-    def start(*arguments: str, node: str = "n0") -> subprocess.Popen[bytes]:
+    def start(*arguments: str, node: str = "n0", path: str = "") -> subprocess.Popen[bytes]:
         log = (tmp_path / f"agent-{len(agents)}.log").open("wb")
         with log:
             agents.append(
@@ -50,7 +50,11 @@ def start_agent(tmp_path: Path, token_file: Path, driver: FakeDriver) -> Iterato
                     stdout=log,
                     stderr=log,
                     cwd=ROOT,
-                    env={**os.environ, "PYTHONPATH": str(ROOT), "TEST_FOLDER": str(tmp_path)},
+                    env={
+                        **os.environ,
+                        "PYTHONPATH": f"{path}:{ROOT}",
+                        "TEST_FOLDER": str(tmp_path),
+                    },
                 )
             )
         return agents[-1]

@@ -45,6 +45,7 @@ class FakeDriver:
         self.arrivals_s: list[float] = []
         self.known: set[str] = set()
         self.leave = False
+        self.refuses: dict[str, int] = {}
         self._commands: list[Command] = []
         self._changed = threading.Condition()
         self._server: _Server | None = None
@@ -175,6 +176,8 @@ class _Handler(BaseHTTPRequestHandler):
         query = {key: values[0] for key, values in parse_qs(asked.query).items()}
         if self.headers["Authorization"] != f"Bearer {TOKEN}":
             status, content = 401, b"{}"
+        elif asked.path in self.fake.refuses:
+            status, content = self.fake.refuses[asked.path], b"{}"
         else:
             status, content = 200, json.dumps(self.fake.answer(asked.path, query, body)).encode()
         self.send_response(status)

@@ -111,7 +111,7 @@ def test_the_next_agent_ends_what_the_last_one_and_its_watchdog_left(
 ) -> None:
     agent = start_agent()
     assert driver.result_of(driver.order(ordered(f"{FAMILY}\ntime.sleep(600)\n"))).ok
-    *family, _ = pids_in(tmp_path / "family", 4)
+    *family, rank = pids_in(tmp_path / "family", 4)
     children = [stat.pid for stat in all_stats().values() if stat.parent == agent.pid]
     (watchdog,) = [
         pid for pid in children if b"agent.watchdog" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -121,7 +121,7 @@ def test_the_next_agent_ends_what_the_last_one_and_its_watchdog_left(
     agent.wait()
     os.kill(watchdog, signal.SIGKILL)
     time.sleep(0.3)
-    assert len(set(of_test(tmp_path)) & set(family)) == 3, "else this test shows nothing"
+    assert set(of_test(tmp_path)) & {*family, rank} == set(family), "the rank died with its agent"
     again = start_agent()
     driver.wait(lambda: len(driver.joins) == 2, 10.0, "second join")
     assert not set(of_test(tmp_path)) & set(family)

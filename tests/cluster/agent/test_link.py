@@ -141,6 +141,29 @@ def test_a_refused_join_ends_the_agent(
     assert "refuses /v1/join with 401" in (tmp_path / "agent-0.log").read_text()
 
 
+@pytest.mark.parametrize(("status", "is_final"), [(401, False), (422, False), (403, True)])
+def test_ranks_outlive_every_refusal_but_one(
+    status: int,
+    is_final: bool,
+    driver: FakeDriver,
+    start_agent: StartAgent,
+    ordered: Ordered,
+    tmp_path: Path,
+) -> None:
+    """A driver that comes back may refuse for a while; one that evicted the node will for ever."""
+    agent = start_agent()
+    assert driver.result_of(driver.order(ordered(SLEEPS))).ok
+    driver.refuses = {"/v1/heartbeat": status, "/v1/join": status}
+    if is_final:
+        assert agent.wait(10) == LaunchError.exit_code
+        gone_within(tmp_path, 3.0)
+        return
+    time.sleep(1.0)
+    driver.refuses = {}
+    driver.wait(lambda: len(driver.joins) == 2, 10.0, "second join")
+    assert len(driver.joins[1].ranks) == 1
+
+
 def test_results_wait_for_the_driver(
     driver: FakeDriver, start_agent: StartAgent, ordered: Ordered, tmp_path: Path
 ) -> None:
