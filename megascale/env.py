@@ -29,6 +29,8 @@ MULTICAST_OFF = {
     "NVSHMEM_DISABLE_NVLS": "1",
 }
 
+FAULT_ORDERS = "MEGASCALE_FAULT"  # file of faults for a trainer, for tests: see `train/faults.py`
+
 # Faults that a self-check of this node shall meet, for tests: see `selfcheck_faults`.
 SELFCHECK_FAULT = "MEGASCALE_SELFCHECK_FAULT"
 
@@ -81,6 +83,7 @@ class AgentEnvironment:
 
     progress_page: str | None = None  # MEGASCALE_PROGRESS_PAGE: 64 bytes, events/page.py
     epoch: int = 0  # MEGASCALE_EPOCH: incarnation of the job; fences what an old one still writes
+    fault_orders: str | None = None  # MEGASCALE_FAULT: for tests; unset, nothing looks for faults
 
 
 def rank_environment(variables: Mapping[str, str] | None = None) -> RankEnvironment:
@@ -203,12 +206,12 @@ def free_port() -> int:
 def agent_environment(variables: Mapping[str, str] | None = None) -> AgentEnvironment:
     """The MEGASCALE_* variables. LaunchError for one that is not known or not a number."""
     env = os.environ if variables is None else variables
-    known = {"MEGASCALE_PROGRESS_PAGE", "MEGASCALE_EPOCH", SELFCHECK_FAULT}
+    known = {"MEGASCALE_PROGRESS_PAGE", "MEGASCALE_EPOCH", SELFCHECK_FAULT, FAULT_ORDERS}
     unknown = sorted(name for name in env if name.startswith("MEGASCALE_") and name not in known)
     if unknown:
         raise LaunchError(f"unknown variable {unknown[0]}; known: {', '.join(sorted(known))}")
     epoch = _integer(env, "MEGASCALE_EPOCH") if "MEGASCALE_EPOCH" in env else 0
-    return AgentEnvironment(progress_page=env.get("MEGASCALE_PROGRESS_PAGE"), epoch=epoch)
+    return AgentEnvironment(env.get("MEGASCALE_PROGRESS_PAGE"), epoch, env.get(FAULT_ORDERS))
 
 
 def selfcheck_faults(variables: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megascale.config import RunConfig
-from megascale.env import RankEnvironment, switch_multicast_off
+from megascale.env import RankEnvironment, agent_environment, switch_multicast_off
 from megascale.errors import ConfigError, LaunchError
 from megascale.parallel.groups import initialise_world
 from megascale.parallel.spans import no_span
@@ -74,6 +74,13 @@ def run_rank(
                     assembly = assemble(config, mesh, device, span=span, detail=detail)
                 if probe is not None:
                     recorder.incident("waterfall", gemm_flops=attach(probe, assembly))
+                agent = agent_environment()
+                if agent.fault_orders is not None:  # by chaos and tests only
+                    from megascale.train.faults import Faults
+
+                    recorder.hooks.append(
+                        Faults(agent.fault_orders, assembly, rank.global_rank, agent.epoch)
+                    )
                 with around(Ready(assembly, recorder, probe)):
                     Loop(assembly, folder, recorder).run(resume=resume)
             except RuntimeError as error:
