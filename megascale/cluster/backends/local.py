@@ -225,8 +225,7 @@ def _reap(record: Record) -> str:
 
 
 def _mark(job: str, name: str) -> str:
-    """With a slash at the end: node1's is no beginning of node10's."""
-    return f"{job}/{name}/"
+    return f"{job}/{name}"
 
 
 def _index(host: str) -> int:

@@ -158,16 +158,18 @@ def test_adopt_after_the_driver_was_killed(place: Harness) -> None:
     lost, stray, kept = machines
     place.kill(lost)
     wait_until(lambda: not lives(pids[lost.name]), "the killed agent")
+    never = Machine("never", "given", handle="1:1")
 
     after = place.backend()
-    unknown = Machine("never", "given", handle="1:1")
     try:
-        wait_until(lambda: lost.name not in {e.name for e in after.adopt([lost])}, "its loss")
-        assert place.running() <= {kept.name}, "what was not adopted is ended"
+        wait_until(lambda: after.adopt([lost, kept, never]) == [kept], "its loss to be known")
+        assert place.running() == {kept.name}, f"{stray.name} was not adopted, so it is ended"
+        assert lives(pids[kept.name]), "the very agent, not another"
+        assert after.watch() == []
+        assert len(after.replenish(place.hosts)) == place.hosts - 1
     finally:
         after.close()
-    assert stray.name not in place.running()
-    assert after.adopt([unknown]) == []
+    assert place.running() == set()
 
 
 def test_a_backend_of_an_older_driver_is_fenced(place: Harness) -> None:

@@ -184,6 +184,18 @@ def test_a_watch_that_is_too_old_begins_anew(kubernetes_place: KubernetesHarness
     backend.close()
 
 
+def test_what_did_not_start_is_taken_back(kubernetes_place: KubernetesHarness) -> None:
+    place = kubernetes_place
+    backend = kubernetes(place)
+    machines = backend.allocate(place.hosts - 1)
+    more = backend.replenish(3)
+    assert len(more) == 1
+    names = {machine.name for machine in machines + more}
+    assert set(place.cluster.kinds["pods"]) == names, "none waits for a node"
+    assert len(place.cluster.kinds["jobsets"]) == 2
+    backend.close()
+
+
 def change_status(place: KubernetesHarness, name: str, **condition: str) -> None:
     with place.cluster.lock:
         pod = place.cluster.kinds["pods"][name]

@@ -47,7 +47,8 @@ def test_a_child_that_emptied_its_environment_goes_with_its_agent(place: LocalHa
     children = Path(f"/proc/{agent}/task/{agent}/children")
     wait_until(lambda: children.read_text(encoding="ascii").split(), "the child")
     (child,) = children.read_text(encoding="ascii").split()
-    assert lives(int(child))
+    comm = Path(f"/proc/{child}/comm")
+    wait_until(lambda: comm.read_text(encoding="ascii") == "sleep\n", "its own environment")
     backend.evict(machine.name, "a test", block=False)
     assert not lives(int(child))
 
