@@ -30,10 +30,7 @@ MULTICAST_OFF = {
 }
 
 FAULT_ORDERS = "MEGASCALE_FAULT"  # file of faults for a trainer, for tests: see `train/faults.py`
-
-# Faults that a self-check of this node shall meet, for tests: see `selfcheck_faults`.
-SELFCHECK_FAULT = "MEGASCALE_SELFCHECK_FAULT"
-
+SELFCHECK_FAULT = "MEGASCALE_SELFCHECK_FAULT"  # for tests: see `selfcheck_faults`
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _SRUN = ("SLURM_PROCID", "SLURM_LOCALID")
 _PORTS = range(20_000, 30_000)  # below the ephemeral range, from which the kernel serves others
@@ -217,13 +214,8 @@ def agent_environment(variables: Mapping[str, str] | None = None) -> AgentEnviro
 def selfcheck_faults(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     """MEGASCALE_SELFCHECK_FAULT, a list such as "gemm:0.5,hang:replay": check name to its fault.
 
-    CHECK         "fail": the check fails
-    CHECK:0.5     "0.5": what it measures is multiplied by this
-    CHECK:flip    "flip": a bit of what it computes is flipped
-    hang:CHECK    "hang": it never ends
-    crash:CHECK   "crash": its process is killed
-
-    Raises LaunchError for anything else; which checks there are, the self-check knows.
+    CHECK ("fail"), CHECK:0.5 (what it measures is multiplied), CHECK:flip (of a bit), hang:CHECK,
+    crash:CHECK; docs/selfcheck.md has a table. LaunchError for anything else.
     """
     env = os.environ if variables is None else variables
     faults = {}
@@ -296,6 +288,11 @@ def _integer(env: Mapping[str, str], name: str) -> int:
         return int(env[name])
     except ValueError:
         raise LaunchError(f"{name} is {env[name]!r}; it must be a whole number") from None
+
+
+def gpus_are_chosen() -> bool:
+    """Whether CUDA_VISIBLE_DEVICES gives this process a part of the node's GPUs."""
+    return "CUDA_VISIBLE_DEVICES" in os.environ
 
 
 def launches_block() -> bool:

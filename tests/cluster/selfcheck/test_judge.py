@@ -18,6 +18,7 @@ from megascale.cluster.selfcheck.judge import (
 )
 from megascale.cluster.selfcheck.learned import Learned
 from megascale.cluster.selfcheck.process import Outcome
+from megascale.cluster.selfcheck.run import _Run as Run
 from megascale.errors import ConfigError
 
 EXPECTED = Expected({"gemm": 0.2}, {}, {"H": {"gemm_bf16_tflops": 680.0}})
@@ -213,3 +214,27 @@ def test_a_table_that_says_nothing_legal_is_refused(tmp_path: Path, text: str, s
         load_expected(file)
     with pytest.raises(ConfigError, match="cannot be read"):
         load_expected(tmp_path / "none.toml")
+
+
+# ---------------------------------------------------------------- what torch sees
+
+
+@pytest.mark.parametrize(
+    ("seen", "chosen", "ok"),
+    [(8, False, True), (4, False, False), (4, True, True), (0, True, False)],
+)
+def test_gpus_that_torch_does_not_see_are_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: int, chosen: bool, ok: bool
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if chosen:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    gemm = rates(700.0)
+    assert gemm.result is not None
+    gemm.result["gpus"] = seen
+    nvml = Outcome(0.1, {"devices": [{}] * 8, "device_files": 8})
+    learned = Learned(tmp_path, "a")
+    run = Run("light", 0.0, tmp_path, EXPECTED, learned, {}, "c", {"gpus": nvml, "gemm": gemm})
+    check = run.judge("gemm")
+    assert check.ok is ok
+    assert ok or f"torch sees {seen} of 8 GPUs" in check.reason
