@@ -31,6 +31,7 @@ MULTICAST_OFF = {
 
 FAULT_ORDERS = "MEGASCALE_FAULT"  # file of faults for a trainer, for tests: see `train/faults.py`
 SELFCHECK_FAULT = "MEGASCALE_SELFCHECK_FAULT"  # for tests: see `selfcheck_faults`
+MEMORY_SLOTS = "MEGASCALE_MEMORY_SLOTS"
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _SRUN = ("SLURM_PROCID", "SLURM_LOCALID")
 _PORTS = range(20_000, 30_000)  # below the ephemeral range, from which the kernel serves others
@@ -81,6 +82,7 @@ class AgentEnvironment:
     progress_page: str | None = None  # MEGASCALE_PROGRESS_PAGE: 64 bytes, events/page.py
     epoch: int = 0  # MEGASCALE_EPOCH: incarnation of the job; fences what an old one still writes
     fault_orders: str | None = None  # MEGASCALE_FAULT: for tests; unset, nothing looks for faults
+    memory_slots: str | None = None  # MEGASCALE_MEMORY_SLOTS: how the paths of the slots begin
 
 
 def rank_environment(variables: Mapping[str, str] | None = None) -> RankEnvironment:
@@ -182,10 +184,7 @@ def _srun_port(env: Mapping[str, str]) -> int:
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on, for ranks that take it seconds later.
-
-    One that the kernel chose could be given to somebody else until then.
-    """
+    """A port that nobody listens on, outside the range from which the kernel serves others."""
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -203,12 +202,14 @@ def free_port() -> int:
 def agent_environment(variables: Mapping[str, str] | None = None) -> AgentEnvironment:
     """The MEGASCALE_* variables. LaunchError for one that is not known or not a number."""
     env = os.environ if variables is None else variables
-    known = {"MEGASCALE_PROGRESS_PAGE", "MEGASCALE_EPOCH", SELFCHECK_FAULT, FAULT_ORDERS}
+    names = ("MEGASCALE_PROGRESS_PAGE", FAULT_ORDERS, MEMORY_SLOTS)
+    known = {*names, "MEGASCALE_EPOCH", SELFCHECK_FAULT}
     unknown = sorted(name for name in env if name.startswith("MEGASCALE_") and name not in known)
     if unknown:
         raise LaunchError(f"unknown variable {unknown[0]}; known: {', '.join(sorted(known))}")
     epoch = _integer(env, "MEGASCALE_EPOCH") if "MEGASCALE_EPOCH" in env else 0
-    return AgentEnvironment(env.get("MEGASCALE_PROGRESS_PAGE"), epoch, env.get(FAULT_ORDERS))
+    page, fault_orders, memory_slots = (env.get(name) for name in names)
+    return AgentEnvironment(page, epoch, fault_orders, memory_slots)
 
 
 def selfcheck_faults(variables: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -231,10 +232,8 @@ def selfcheck_faults(variables: Mapping[str, str] | None = None) -> dict[str, st
 
 
 def switch_multicast_off(variables: MutableMapping[str, str] | None = None) -> None:
-    """Switch NVLink multicast off in NCCL, torch and NVSHMEM, for this process and its children.
-
-    To be called before the first use of a CUDA device: the libraries look once.
-    """
+    """Switch NVLink multicast off in NCCL, torch and NVSHMEM, for this process and its children:
+    before the first use of a CUDA device, the libraries look once."""
     env = os.environ if variables is None else variables
     env.update(MULTICAST_OFF)
 

@@ -181,6 +181,7 @@ def test_agent_variables() -> None:
     given = {"MEGASCALE_PROGRESS_PAGE": "page", "MEGASCALE_EPOCH": "7"}
     assert agent_environment(given) == AgentEnvironment("page", 7)
     assert agent_environment({"MEGASCALE_FAULT": "orders"}).fault_orders == "orders"
+    assert agent_environment({"MEGASCALE_MEMORY_SLOTS": "/m/slots"}).memory_slots == "/m/slots"
     with pytest.raises(LaunchError, match="unknown variable MEGASCALE_EPOHC; known: MEGASCALE_EPO"):
         agent_environment({"MEGASCALE_EPOHC": "7"})
 

@@ -32,7 +32,7 @@ from megascale.cluster.agent.rank_process import (
 from megascale.cluster.agent.run_files import error_file, last_line_end, line_file, log_file
 from megascale.cluster.agent.watchdog import Watchdog
 from megascale.cluster.messages import RankPlace, StartRanks
-from megascale.env import child_environment
+from megascale.env import MEMORY_SLOTS, child_environment
 from megascale.errors import LaunchError
 
 SCAN_S = 1.0
@@ -266,6 +266,9 @@ def _environment(order: StartRanks, place: RankPlace, epoch: int, page: Path) ->
     )
     defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     own = {PAGE_VARIABLE: str(page), "MEGASCALE_EPOCH": str(epoch)}
+    if page.is_relative_to("/dev/shm"):  # not the run folder: that is no memory
+        # Files of `checkpoint/memory`: they outlive ranks and epochs, and go with the pages.
+        own[MEMORY_SLOTS] = str(page.with_name(f"slots-{place.local_rank:03d}"))
     return {**defaults, **environment, **order.environment, **own}
 
 
