@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from megascale import __version__
+from megascale.cli_cluster import Overrides, chaos, run, selfcheck
 from megascale.errors import MegascaleError
 
 app = typer.Typer(
@@ -29,10 +30,8 @@ app.add_typer(data_app, name="data")
 app.add_typer(convert_app, name="convert")
 app.add_typer(bench_app, name="bench")
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="override a key; may be repeated"),
-]
+for verb in (run, selfcheck, chaos):
+    app.command()(verb)
 
 
 @app.command()
@@ -61,50 +60,6 @@ def train(
         dry_run=dry_run,
         master_port=master_port,
     )
-
-
-@app.command()
-def run(
-    words: Annotated[
-        list[str], typer.Argument(metavar="RECIPE", help="with --script: -- PROGRAM ARGUMENTS")
-    ],
-    nodes: Annotated[int, typer.Option(min=1, help="machines that train")] = 1,
-    procs_per_node: Annotated[int, typer.Option(min=1, help="ranks of each")] = 1,
-    spares: Annotated[
-        int | None, typer.Option(min=0, help="machines kept warm; default: cluster.spares")
-    ] = None,
-    backend: Annotated[str, typer.Option(help="local, slurm or kubernetes")] = "local",
-    backend_set: Annotated[
-        list[str] | None,
-        typer.Option("--backend-set", metavar="KEY=VALUE", help="an option of the backend"),
-    ] = None,
-    overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option(help="continue the run in job.run_dir")] = False,
-    script: Annotated[
-        bool, typer.Option("--script", help="run a program of your own, without a recipe")
-    ] = False,
-    run_dir: Annotated[Path | None, typer.Option(help="with --script: the run's folder")] = None,
-    host: Annotated[str, typer.Option(help="address that the driver listens on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free")] = 0,
-) -> None:
-    """Train on several nodes: a driver, an agent a node; faults are found and repaired."""
-    from megascale.cluster.driver.start import run_verb
-
-    code = run_verb(
-        words,
-        script=script,
-        run_dir=run_dir,
-        overrides=overrides or [],
-        nodes=nodes,
-        procs_per_node=procs_per_node,
-        spares=spares,
-        backend=backend,
-        backend_options=backend_set or [],
-        resume=resume,
-        host=host,
-        port=port,
-    )
-    raise typer.Exit(code)
 
 
 @data_app.command()
@@ -305,24 +260,6 @@ def bench_rank(
 
     beside = Beside(roof, alone, silent, warm_up_s=warm_up_s, round_s=round_s)
     run(recipe, overrides or [], beside)
-
-
-@app.command()
-def selfcheck(
-    level: Annotated[str, typer.Option(help="light or full")] = "light",
-    as_json: Annotated[bool, typer.Option("--json", help="the report as one JSON object")] = False,
-    peers: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PEER@HOST:PORT/RANK", help="an all-reduce with it; may be repeated"),
-    ] = None,
-    run_dir: Annotated[Path, typer.Option(help="what is learned is kept in it")] = Path("runs"),
-    expected: Annotated[Path | None, typer.Option(help="TOML over the package's figures")] = None,
-    deadline_s: Annotated[float, typer.Option(min=1.0, help="for everything")] = 120.0,
-) -> None:
-    """Check this node: host, GPUs, memory, speed, links, and that it computes right."""
-    from megascale.cluster.selfcheck.start import selfcheck as run
-
-    raise typer.Exit(run(level, deadline_s, run_dir, expected, peers or [], as_json, typer.echo))
 
 
 @app.command()
