@@ -61,6 +61,15 @@ class CheckpointConfig(Section):
         "", description="checkpoint or run folder of ours, or a Hugging Face folder"
     )
     initial_load_in_hf: bool = Field(False, description="initial_load_path is Hugging Face's")
+    memory_interval: int = Field(
+        0,
+        ge=0,
+        description="steps between saves to memory that outlives a rank, where the ranks have an "
+        "agent (`megascale run`); 0: never",
+    )
+    memory_copies: bool = Field(
+        True, description="each rank's memory is also kept by a rank of another node"
+    )
 
 
 class MetricsConfig(Section):

@@ -132,6 +132,7 @@ class Loop:
             self._compare_with_unigrams(self._validate())
         if checkpoint.enable and (checkpoint.save_at_end or self._stopping):
             self.persistence.save(self.progress, required=True)
+        self.persistence.finish()
 
     # ------------------------------------------------------------ one step
 
@@ -169,8 +170,10 @@ class Loop:
         self._stopping = self._stopping or values.stop_votes > 0
         if not values.masked:
             self._nonfinite_steps.passed(values.step)
-            return True
-        return self._nonfinite(pending, values)
+        elif not self._nonfinite(pending, values):
+            return False
+        self.persistence.settled()
+        return True
 
     def _catch_up(self) -> bool:
         """Settle the step in flight, if any."""
@@ -215,6 +218,9 @@ class Loop:
         if config.training.gc == "agreed" and step % config.training.gc_freq == 0:
             with self.recorder.span("gc", host=True):
                 gc.collect(1)
+        every = config.checkpoint.memory_interval
+        if config.checkpoint.enable and every and step % every == 0:
+            self.persistence.keep(self.progress, is_settled=self._pending is None)
         if self._pending is not None:
             return  # no boundary
         if self._on_device and (self._runs_ahead or self._is_interval()):

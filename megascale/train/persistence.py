@@ -21,13 +21,15 @@ from megascale.checkpoint import (
 )
 from megascale.checkpoint.agree import Ranks
 from megascale.checkpoint.durable import write_durably
-from megascale.checkpoint.manifest import list_checkpoints
+from megascale.checkpoint.manifest import list_checkpoints, name_order
+from megascale.checkpoint.memory import MemorySlots
 from megascale.checkpoint.saved_model import find_checkpoint
 from megascale.errors import CheckpointError
 from megascale.telemetry.recorder import Recorder
 from megascale.train.assemble import Assembly
 from megascale.train.convert import hf_master_pieces_loader
 from megascale.train.corpus import data_identity
+from megascale.train.memory_slots import open_slots
 from megascale.train.replicas import check_replicas
 from megascale.train.run_folder import RunFolder
 from megascale.train.state import (
@@ -44,7 +46,8 @@ logger = logging.getLogger(__name__)
 
 
 class Persistence:
-    """The checkpoints of one run, on this rank. All methods are collective."""
+    """The checkpoints of one run, on this rank: on disk, and between them in memory that outlives
+    it. All methods are collective."""
 
     def __init__(self, assembly: Assembly, folder: RunFolder, recorder: Recorder) -> None:
         self.assembly = assembly
@@ -57,19 +60,52 @@ class Persistence:
         self._last_file = folder.path / "last_checkpoint.json"
         self._loaded_from: Path | None = None
         self._saved: Progress | None = None
+        self._base = ""  # name of the newest checkpoint on disk that this run follows
+        self._memory: MemorySlots | None = None
 
     def restore(self, *, resume: bool) -> Progress:
         """Fill masters and moments; where the run stands."""
+        self._memory = open_slots(self.assembly, self.folder, self._ranks, self._data)
         if resume:
-            path = find_latest(self.folder.checkpoints, group=self._group)
-            if path is not None:
-                return self.load(path)
+            progress = self._resume()
+            if progress is not None:
+                return progress
             self._refuse_if_any_was_committed()
             logger.warning("no committed checkpoint in %s: starting anew", self.folder.checkpoints)
+        if self._memory is not None:
+            self._memory.forget()
         source = self.config.checkpoint.initial_load_path
         if source:
             self._load_weights(Path(source))
         return Progress()
+
+    def _resume(self) -> Progress | None:
+        """From memory or from disk, whichever is further; None where there is neither."""
+        listing = self._ranks.writer_does(lambda: list_checkpoints(self.folder.checkpoints))
+        names = [path.name for path in (*listing.committed, *listing.damaged)]
+        newest = listing.committed[0] if listing.committed else None
+        progress = self._from_memory(newest, names)
+        if progress is None:
+            path = find_latest(self.folder.checkpoints, group=self._group)
+            if path != newest:  # damaged; memory is further than what is left, if it is there
+                progress = self._from_memory(path, names)
+            if progress is None and path is not None:
+                progress = self.load(path)
+        return progress
+
+    def _from_memory(self, disk: Path | None, names: list[str]) -> Progress | None:
+        """A save of a later step than checkpoint `disk`, where all ranks' parts can be had."""
+        if self._memory is None:
+            return None
+        self.assembly.zero.wait_for_parameters()  # as in `load`
+        with self.recorder.span("checkpoint", op="load", host=True):
+            stamp = self._memory.restore(name_order(disk)[0] if disk else None, names)
+        if stamp is None:
+            return None
+        self._after_load(f"step {stamp.step} from memory")
+        self._base = names[0] if names else ""
+        logger.info("resumed from memory at step %d", stamp.step)
+        return Progress(step=stamp.step, consumed_samples=stamp.consumed_samples)
 
     def load(self, path: Path) -> Progress:
         """Everything from a checkpoint that was just verified."""
@@ -83,7 +119,7 @@ class Persistence:
             load_checkpoint(path, pieces, group=self._group, verified=True)
         self.assembly.optimizer.step_count.fill_(meta["num_updates"])
         self._after_load(str(path))
-        self._loaded_from = path
+        self._loaded_from, self._base = path, path.name
         logger.info("resumed from %s at step %d", path, meta["step"])
         progress = Progress(step=meta["step"], consumed_samples=meta["consumed_samples"])
         self._saved = replace(progress)
@@ -136,7 +172,29 @@ class Persistence:
                 f"nothing to roll back to: {self.folder.checkpoints} holds no committed "
                 "checkpoint; set checkpoint.interval, or training.nonfinite_policy = 'skip'"
             )
+        if self._memory is not None:
+            self._memory.forget()
         return self.load(path)
+
+    def keep(self, progress: Progress, *, is_settled: bool) -> None:
+        """Save to memory what is on the device now. It counts at once where the step `is_settled`,
+        else when `settled` is called."""
+        if self._memory is None:
+            return
+        with self.recorder.span("checkpoint", op="keep", host=True):
+            self._memory.begin(progress.step, progress.consumed_samples, self._base)
+            if is_settled:
+                self._memory.settled()
+
+    def settled(self) -> None:
+        """The step in flight at the last `keep`, if any, has run, and is not rolled back."""
+        if self._memory is not None:
+            self._memory.settled()
+
+    def finish(self) -> None:
+        """Wait for what goes on behind training."""
+        if self._memory is not None:
+            self._memory.join()
 
     def save(self, progress: Progress, *, required: bool) -> None:
         """Save and rotate. A failed save is told and survived unless `required` (the last one)."""
@@ -157,7 +215,7 @@ class Persistence:
                 raise
             logger.error("step %d was not saved, training goes on: %s", progress.step, error)
             return
-        self._saved = replace(progress)
+        self._saved, self._base = replace(progress), path.name
         self.recorder.checkpoint(progress.step, str(path))
         if self.assembly.is_writer:
             self._remember(progress.step, path)

@@ -1,0 +1,13 @@
+"""Stage 1 of a checkpoint: slots in host memory that outlive the trainer (MegaScale 4.4).
+
+slots = MemorySlots(prefix, pieces, mesh, ranks, identity=..., epoch=..., device=...)
+stamp = slots.restore(newer_than, bases)   # fills the pieces, or None
+slots.begin(step, consumed_samples, base)  # copies; `settled()` when the step's values are good
+"""
+
+from __future__ import annotations
+
+from megascale.checkpoint.memory.slot import Stamp
+from megascale.checkpoint.memory.slots import MemorySlots
+
+__all__ = ["MemorySlots", "Stamp"]
