@@ -64,6 +64,8 @@ def _readopt(turn: Turn, node: Node, event: NodeJoined) -> None:
     job = turn.job
     node = _back(turn, node)
     if job.phase not in ("starting", "training") or node.node_rank is None:
+        recovery.relaunch_if_checked(turn)
+        launch(turn)
         return
     missing = tuple(
         rank for rank in job.ranks_of(node) if rank not in event.ranks and rank not in job.exited
