@@ -19,8 +19,8 @@ def test_the_first_run_gets_well_under_the_unigram_entropy(tmp_path: Path) -> No
     settings = {
         "job.run_dir": tmp_path / "run",
         "data.path": tmp_path / "data",
-        "training.steps": 100,
-        "validation.interval": 100,
+        "training.steps": 70,
+        "validation.interval": 70,
         "checkpoint.interval": 0,
     }
     flags = [part for item in settings.items() for part in ("--set", "{}={}".format(*item))]
