@@ -29,6 +29,7 @@ from megascale.cluster.messages import (
 )
 
 FAILURE_WAIT_S = 1.0  # an exit is told with its cause, or without it after this
+SETTINGS_S = 60.0
 MOST_STEPS, MOST_NOTICED, MOST_LOG, MOST_XIDS = 64, 16, 64, 64
 _Item = TypeVar("_Item")
 Key = tuple[int, int]  # epoch, rank
@@ -91,6 +92,8 @@ class Board:
         self._xids: dict[int, Unsent[int]] = {}
         self._devices: list[DeviceReport] = []
         self._nics: list[NicReport] = []
+        self._settings: dict[str, dict[str, str]] = {}  # as they were last told
+        self._settings_s = 0.0
 
     # ------------------------------------------------------------ found out
 
@@ -120,6 +123,7 @@ class Board:
             self._devices = devices
 
     def see_nics(self, nics: list[NicReport]) -> None:
+        """Replace the reports. Settings are told when they changed and every `SETTINGS_S`."""
         self._nics = nics
 
     # ------------------------------------------------------------ told
@@ -137,7 +141,7 @@ class Board:
             ranks=ranks,
             first_failed=first_failed({r.rank: r.failure for r in ranks if r.failure}),
             devices=[self._device(device, hear) for device in devices],
-            nics=self._nics,
+            nics=self._interfaces(hear),
             log=list(matches.values()),
             heard=lambda: _call_all(hear),
         )
@@ -172,6 +176,18 @@ class Board:
             steps=steps,
             noticed=noticed,
         )
+
+    def _interfaces(self, hear: list[Callable[[], None]]) -> list[NicReport]:
+        nics, settings = self._nics, {nic.name: nic.settings for nic in self._nics}
+        now_s = time.monotonic()
+        if settings == self._settings and now_s - self._settings_s < SETTINGS_S:
+            return [nic.model_copy(update={"settings": {}}) for nic in nics]
+
+        def heard() -> None:
+            self._settings, self._settings_s = settings, now_s
+
+        hear.append(heard)
+        return nics
 
     def _device(self, device: DeviceReport, hear: list[Callable[[], None]]) -> DeviceReport:
         unsent = self._xids[device.index]

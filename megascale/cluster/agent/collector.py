@@ -25,6 +25,7 @@ from megascale.cluster.messages import TEXT, Failure, LogMatch, StepSums
 
 INTERVAL_S = 0.5
 NICS_S = 1.0
+LAST_READS = 8  # of the lines of a rank that has ended: nobody reads them later
 MOST_MATCHES = 64  # kept of a rank
 OUT_OF_MEMORY_S = 10.0  # between the counter's step and an end by SIGKILL
 _log = logging.getLogger(__name__)
@@ -123,11 +124,12 @@ class Collector(threading.Thread):
         for match in followed.log.read(last=has_ended):
             followed.matches.append(match)
             self._board.matched(_message(match, status.rank))
-        for found in followed.lines.read():
-            if isinstance(found, StepSums):
-                known.steps.add(found)
-            else:
-                known.noticed.add(found)
+        for _ in range(LAST_READS if has_ended else 1):
+            for found in followed.lines.read():
+                if isinstance(found, StepSums):
+                    known.steps.add(found)
+                else:
+                    known.noticed.add(found)
         recorded = followed.recorded(status.rank)
         if has_ended:
             known.failure = self._explain(status, followed, recorded)

@@ -81,7 +81,8 @@ class Results(threading.Thread):
             while self._waiting:
                 result = self._waiting[0]
                 try:
-                    self._link.result(result)
+                    if not self._link.result(result).known:
+                        raise LinkError("the driver does not know this agent yet")
                 except LinkError as error:
                     seldom.warn("a result was not taken: %s", error)
                     if self._ended.is_set():

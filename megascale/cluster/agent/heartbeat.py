@@ -99,7 +99,8 @@ class Heart(threading.Thread):
             self._wake.clear()
             began_s = time.monotonic()
             self._beat()
-            due_s = self._next(max(due_s, began_s - self._interval_s))
+            if began_s >= due_s or self._failures:  # else it was a beat between two
+                due_s = self._next(max(due_s, began_s - self._interval_s))
             self._wake.wait(max(0.0, due_s - time.monotonic()))
             if not self._ended.is_set():
                 self._ended.wait(max(0.0, began_s + SOONEST_S - time.monotonic()))
@@ -120,6 +121,9 @@ class Heart(threading.Thread):
             self._seldom.warn("no driver: %s", error)
         except RefusedError as error:
             self._refused(error)
+        except Exception as error:  # noqa: BLE001 - without this thread the node would be lost
+            self._failures += 1
+            self._seldom.warn("a heartbeat could not be written: %r", error)
         else:
             if heard:
                 self._failures = 0

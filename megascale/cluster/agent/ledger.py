@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterable
@@ -95,8 +96,8 @@ class Ledger:
                 "end it, or give this one another --node"
             ) from None
         key = hashlib.sha256(f"{run_dir.resolve()}\0{node}".encode()).hexdigest()[:16]
-        shared = os.access(_SHARED_MEMORY, os.W_OK | os.X_OK)
-        self.pages = _SHARED_MEMORY / f"megascale-{key}" if shared else self.folder / "pages"
+        pages = _SHARED_MEMORY / f"megascale-{key}"
+        self.pages = pages if _can_be_ours(pages) else self.folder / "pages"
 
     def write(self, record: Record) -> None:
         """Replace the record, whole. Raises OSError, and `is_written` is false then."""
@@ -118,8 +119,24 @@ class Ledger:
             return empty
         return record if (record.host, record.boot) == (empty.host, empty.boot) else empty
 
+    def clear_pages(self) -> None:
+        """Take away the ranks' pages, and whatever else of theirs lies there."""
+        for stale in self.pages.iterdir():
+            if stale.is_dir() and not stale.is_symlink():
+                shutil.rmtree(stale, ignore_errors=True)
+            else:
+                stale.unlink(missing_ok=True)
+
     def close(self) -> None:
         os.close(self._lock)
+
+
+def _can_be_ours(folder: Path) -> bool:
+    """Everybody may make folders there; one that is another user's is not for us."""
+    try:
+        return folder.stat().st_uid == os.geteuid()
+    except OSError:
+        return os.access(folder.parent, os.W_OK | os.X_OK)
 
 
 def remaining(record: Record) -> list[Stat]:

@@ -63,6 +63,8 @@ class Link:
             import httpx
         except ImportError:
             raise require_extra("httpx", "cluster") from None
+        if not driver_url.startswith(("http://", "https://")):
+            raise LaunchError(f"--driver is {driver_url!r}; it must be http://HOST:PORT")
         self._httpx = httpx
         self._url, self._token_file = driver_url.rstrip("/"), token_file
         self._client = httpx.Client(

@@ -58,8 +58,7 @@ class Ranks:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._sweep_last_agents()
         ledger.pages.mkdir(mode=0o700, exist_ok=True)
-        for stale in ledger.pages.iterdir():
-            stale.unlink()
+        ledger.clear_pages()
         self._watchdog = Watchdog()
         self._write_record()
 
@@ -147,8 +146,7 @@ class Ranks:
     def close(self) -> None:
         """End the watchdog and take the pages away; ranks have ended before."""
         self._watchdog.close()
-        for page in self._ledger.pages.iterdir():
-            page.unlink()
+        self._ledger.clear_pages()
         with suppress(OSError):
             self._ledger.pages.rmdir()
 

@@ -86,14 +86,14 @@ class FakeDriver:
             self._changed.notify_all()
         return number
 
-    def result_of(self, sequence: int, timeout_s: float = 15.0) -> Result:
+    def result_of(self, sequence: int, timeout_s: float = 30.0) -> Result:
         return self.wait(
             lambda: next((r for r in self.results if r.sequence == sequence), None),
             timeout_s,
             f"a result of command {sequence}",
         )
 
-    def rank(self, rank: int, timeout_s: float = 15.0, **wanted: Any) -> RankReport:
+    def rank(self, rank: int, timeout_s: float = 30.0, **wanted: Any) -> RankReport:
         """The newest report of `rank`, once it has these values."""
 
         def look() -> RankReport | None:

@@ -42,6 +42,7 @@ time.sleep(600)
 SAVES = """
 import signal, sys, time
 def save(*_):
+    time.sleep(1.5)  # longer than the grace of one that is not to save
     open(__file__ + ".saved", "w").close()
     sys.exit(0)
 signal.signal(signal.SIGTERM, save)

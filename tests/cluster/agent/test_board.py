@@ -13,7 +13,7 @@ from megascale.cluster.agent.board import FAILURE_WAIT_S, MOST_LOG, MOST_STEPS, 
 from megascale.cluster.agent.proc import read_stat
 from megascale.cluster.agent.progress import make_page, page_path, rank_of_page
 from megascale.cluster.agent.rank_process import RankStatus
-from megascale.cluster.messages import DeviceReport, Failure, LogMatch, StepSums
+from megascale.cluster.messages import DeviceReport, Failure, LogMatch, NicReport, StepSums
 from megascale.events import Completed, Issued, ProgressWriter
 
 NOW = RankStatus(
@@ -79,6 +79,24 @@ def test_everything_is_bounded(status: RankStatus) -> None:
     report = board.report()
     assert [step.step for step in report.ranks[0].steps] == list(range(1000 - MOST_STEPS, 1000))
     assert len(report.log) == MOST_LOG
+
+
+def test_settings_are_told_once_until_they_change() -> None:
+    board = Board(tuple)
+
+    def told(**settings: str) -> dict[str, str]:
+        board.see_nics([NicReport(name="eth0", up=True, counters={"a": 1}, settings=settings)])
+        report = board.report()
+        if "lost" not in settings:
+            report.heard()
+        assert report.nics[0].counters == {"a": 1}
+        return report.nics[0].settings
+
+    assert told(mtu="9000", lost="") == {"mtu": "9000", "lost": ""}
+    assert told(mtu="9000") == {"mtu": "9000"}
+    assert told(mtu="9000") == {}
+    assert told(mtu="1500") == {"mtu": "1500"}
+    assert told(mtu="1500") == {}
 
 
 def test_the_progress_page_makes_a_rank_run(status: RankStatus) -> None:

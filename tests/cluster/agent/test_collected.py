@@ -18,6 +18,7 @@ from tests.cluster.agent.conftest import Ordered, StartAgent, gone_within, of_te
 from tests.cluster.agent.fake_driver import FakeDriver
 from tests.cluster.agent.programs import SLEEPS
 
+pytestmark = pytest.mark.full
 PY_SPY = shutil.which("py-spy") or Path(sys.executable).with_name("py-spy").exists()
 
 FAILS_AS_TRAIN_DOES = """
@@ -43,10 +44,10 @@ def test_the_cause_and_who_was_first(
     dead = driver.rank(1, state="exited").failure
     assert dead is not None
     assert (dead.kind, dead.exit_code) == ("numerical", 6)
-    hung = driver.wait(lambda: driver.rank(0).failure, 5.0, "failure of a rank that still runs")
+    hung = driver.wait(lambda: driver.rank(0).failure, 30.0, "failure of a rank that still runs")
     assert hung.kind == "network"
     assert driver.rank(0).state == "starting"
-    driver.wait(lambda: driver.beats[-1].first_failed == 1, 5.0, "first_failed")
+    driver.wait(lambda: driver.beats[-1].first_failed == 1, 30.0, "first_failed")
 
 
 def test_an_error_of_an_epoch_before_is_not_told_again(
@@ -73,7 +74,7 @@ def test_a_traceback_in_the_log_is_the_cause(
     assert (failure.kind, failure.rule) == ("exception", "python_exception")
     assert failure.message == "KeyError: 'missing'"
     assert failure.exit_code == 1
-    driver.wait(lambda: any(beat.log for beat in driver.beats), 5.0, "log match")
+    driver.wait(lambda: any(beat.log for beat in driver.beats), 30.0, "log match")
     (match,) = next(beat.log for beat in driver.beats if beat.log)
     assert (match.rank, match.rule, match.count) == (0, "python_exception", 1)
 
@@ -102,7 +103,7 @@ def test_every_step_arrives_once_and_in_order(
     def told(kind: str) -> list[Any]:
         return [found for beat in driver.beats for r in beat.ranks for found in getattr(r, kind)]
 
-    driver.wait(lambda: told("noticed"), 15.0, "noticed checkpoint")
+    driver.wait(lambda: told("noticed"), 30.0, "noticed checkpoint")
     steps = [
         StepSums(step=step, total_ns=2 * step, phases={"forward": step}) for step in range(1, 31)
     ]
@@ -131,7 +132,7 @@ def test_a_million_lines_hold_up_no_beat_and_hide_no_cause(
     assert {match.rule for match in matches} <= {"connection", "cuda_out_of_memory"}
     assert sum(match.count for match in matches) < 5_000
     gaps_s = [b - a for a, b in zip(driver.arrivals_s, driver.arrivals_s[1:], strict=False)]
-    assert max(gaps_s) < 1.0
+    assert max(gaps_s) < 3.0
     memory = Path(f"/proc/{agent.pid}/status").read_text()
     peak_kb = next(int(row.split()[1]) for row in memory.splitlines() if row.startswith("VmHWM"))
     assert peak_kb < 200_000
@@ -152,7 +153,7 @@ def test_stacks_of_a_rank_and_its_recorder(
 ) -> None:
     start_agent()
     assert driver.result_of(driver.order(ordered(WAITS, num_ranks=2))).ok
-    driver.wait(lambda: list(tmp_path.glob("*.on")), 10.0, "rank")
+    driver.wait(lambda: list(tmp_path.glob("*.on")), 30.0, "rank")
     (tmp_path / "logs" / "flight_recorder_rank_0.json").write_text('{"entries": []}')
     (tmp_path / "logs" / "flight_recorder_rank_1").write_bytes(b"a pickle")
     result = driver.result_of(driver.order(DumpStacks(ranks=[0, 9])))
@@ -187,7 +188,7 @@ def test_no_stacks_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setattr(dump, "DEADLINE_S", 0.2)
     began_s = time.monotonic()
     assert dump.dump({0: (1, tmp_path)})["missing"] == {"0": "py-spy did not end in 0 s"}
-    assert time.monotonic() - began_s < 3.0
+    assert time.monotonic() - began_s < 10.0
 
 
 @pytest.fixture
@@ -228,11 +229,11 @@ def test_self_checks_end(
         f"def run_node_checks(level, deadline_s, run_dir):\n {code}\n"
     )
     start_agent("--check-margin", "1.0", path=str(checks))
-    result = driver.result_of(driver.order(RunSelfCheck(deadline_s=1.0)), timeout_s=20.0)
+    result = driver.result_of(driver.order(RunSelfCheck(deadline_s=1.0)))
     assert result.ok == ok
     assert result.detail.get("got") == detail
     assert re.search(reason, result.reason, re.DOTALL), result.reason
-    driver.wait(lambda: driver.beats and driver.beats[-1].done == 1, 5.0, "done")
+    driver.wait(lambda: driver.beats and driver.beats[-1].done == 1, 30.0, "done")
 
 
 def test_an_agent_that_is_killed_during_a_self_check_leaves_none(
@@ -241,11 +242,11 @@ def test_an_agent_that_is_killed_during_a_self_check_leaves_none(
     (checks / "checks.py").write_text("import time\ndef run_node_checks(*_):\n  time.sleep(600)\n")
     agent = start_agent(path=str(checks))
     driver.order(RunSelfCheck(deadline_s=500.0))
-    driver.wait(lambda: len(of_test(tmp_path)) >= 3, 10.0, "self-check")
+    driver.wait(lambda: len(of_test(tmp_path)) >= 3, 30.0, "self-check")
     time.sleep(0.5)
     agent.kill()
     agent.wait()
-    gone_within(tmp_path, 5.0)
+    gone_within(tmp_path, 10.0)
 
 
 def test_ranks_start_beside_what_an_agent_does(
@@ -254,4 +255,4 @@ def test_ranks_start_beside_what_an_agent_does(
     (checks / "checks.py").write_text("import time\ndef run_node_checks(*_):\n  time.sleep(600)\n")
     start_agent(path=str(checks))
     driver.order(RunSelfCheck(deadline_s=500.0))
-    assert driver.result_of(driver.order(ordered(SLEEPS)), timeout_s=5.0).ok
+    assert driver.result_of(driver.order(ordered(SLEEPS))).ok

@@ -132,7 +132,7 @@ def test_an_agent_whose_nvml_hangs_from_the_start_joins_and_beats(
 ) -> None:
     _write(file, hang=["nvmlInit"])
     start_agent("--fake-devices", str(file))
-    driver.wait(lambda: driver.beats and driver.beats[-1].devices, 20.0, "beat with devices")
+    driver.wait(lambda: driver.beats and driver.beats[-1].devices, 30.0, "beat with devices")
     assert [device.answered for device in driver.beats[-1].devices] == [False, False]
 
 
@@ -141,7 +141,7 @@ def test_devices_stand_in_the_join_and_in_beats(
 ) -> None:
     _write(file, xids=[[0, 79]])
     start_agent("--fake-devices", str(file))
-    driver.wait(lambda: driver.beats and driver.beats[-1].devices, 10.0, "beat with devices")
+    driver.wait(lambda: driver.beats and driver.beats[-1].devices, 30.0, "beat with devices")
     assert driver.joins[0].facts.devices == ["NVIDIA H200"] * 2
     assert any(beat.devices and beat.devices[0].xid == [79] for beat in driver.beats)
     assert driver.beats[-1].devices[0].power_w == 690.5

@@ -1,8 +1,7 @@
-"""The life of ranks under an agent, with real processes."""
+"""How ranks end under an agent, with real processes."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -11,52 +10,12 @@ from pathlib import Path
 import pytest
 
 from megascale.cluster.agent.proc import all_stats, read_stat
-from megascale.cluster.messages import Leave, StopRanks
+from megascale.cluster.messages import StopRanks
 from tests.cluster.agent.conftest import Ordered, StartAgent, gone_within, of_test, pids_in
 from tests.cluster.agent.fake_driver import FakeDriver
 from tests.cluster.agent.programs import FAMILY, IGNORES, MOVES, SLEEPS
 
-
-def test_join_start_beat_exit_stop(
-    driver: FakeDriver, start_agent: StartAgent, ordered: Ordered, tmp_path: Path
-) -> None:
-    agent = start_agent()
-    first = driver.result_of(driver.order(ordered(MOVES, num_ranks=2)))
-    assert first.ok, first.reason
-    assert driver.joins[0].facts.num_cpus == len(os.sched_getaffinity(0))
-    pages = Path(json.loads((tmp_path / "agents" / "n0" / "processes.json").read_text())["pages"])
-    assert [page.name for page in sorted(pages.iterdir())] == ["rank00000-e1", "rank00001-e1"]
-    moving = driver.rank(1, state="running")
-    assert moving.progress is not None
-    assert moving.progress.epoch == 1
-    assert moving.progress.completed_phase == "backward"
-    assert moving.rss_bytes is not None
-    assert moving.rss_bytes > 1 << 20
-    os.kill(moving.pid, signal.SIGKILL)
-    began_s = time.monotonic()
-    dead = driver.rank(1, state="exited")
-    assert dead.exit_code == -signal.SIGKILL
-    assert time.monotonic() - began_s < 1.0
-    assert driver.rank(0).state == "running"
-    stopped = driver.result_of(driver.order(StopRanks()))
-    assert stopped.ok
-    assert stopped.detail == {"exit_codes": {"0": -signal.SIGTERM}, "unkillable": []}
-    assert "rank 1 starts in epoch 1" in (tmp_path / "logs" / "rank00001.log").read_text()
-    left = driver.order(Leave())
-    assert driver.result_of(left).ok
-    assert agent.wait(10) == 0
-    gone_within(tmp_path, 3.0)
-    assert not pages.exists()
-
-
-def test_killed_agent_leaves_nothing(
-    driver: FakeDriver, start_agent: StartAgent, ordered: Ordered, tmp_path: Path
-) -> None:
-    agent = start_agent()
-    assert driver.result_of(driver.order(ordered(SLEEPS, num_ranks=2))).ok
-    agent.kill()
-    agent.wait()
-    gone_within(tmp_path, 3.0)
+pytestmark = pytest.mark.full
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
@@ -66,8 +25,8 @@ def test_agent_ends_on_request(
     agent = start_agent()
     assert driver.result_of(driver.order(ordered(SLEEPS))).ok
     agent.send_signal(signum)
-    assert agent.wait(10) == 0
-    gone_within(tmp_path, 3.0)
+    assert agent.wait(30) == 0
+    gone_within(tmp_path, 10.0)
 
 
 def test_a_rank_takes_its_family_along(
@@ -87,7 +46,7 @@ def test_a_rank_takes_its_family_along(
             time.sleep(1.5)
         stopped = driver.result_of(driver.order(StopRanks()))
         assert stopped.ok, stopped.reason
-        give_up = time.monotonic() + 3.0
+        give_up = time.monotonic() + 10.0
         while any(stat and stat.is_alive for stat in map(read_stat, family)):
             assert time.monotonic() < give_up, family
             time.sleep(0.02)
@@ -103,7 +62,7 @@ def test_a_killed_agent_takes_families_along(
     pids_in(tmp_path / "family", 4)
     agent.kill()
     agent.wait()
-    gone_within(tmp_path, 3.0)
+    gone_within(tmp_path, 10.0)
 
 
 def test_the_next_agent_ends_what_the_last_one_and_its_watchdog_left(
@@ -123,7 +82,7 @@ def test_the_next_agent_ends_what_the_last_one_and_its_watchdog_left(
     time.sleep(0.3)
     assert set(of_test(tmp_path)) & {*family, rank} == set(family), "the rank died with its agent"
     again = start_agent()
-    driver.wait(lambda: len(driver.joins) == 2, 10.0, "second join")
+    driver.wait(lambda: len(driver.joins) == 2, 30.0, "second join")
     assert not set(of_test(tmp_path)) & set(family)
     assert driver.joins[1].incarnation != driver.joins[0].incarnation
     assert again.poll() is None
@@ -131,9 +90,9 @@ def test_the_next_agent_ends_what_the_last_one_and_its_watchdog_left(
 
 def test_a_node_has_one_agent(start_agent: StartAgent, driver: FakeDriver, tmp_path: Path) -> None:
     start_agent()
-    driver.wait(lambda: driver.joins, 10.0, "join")
+    driver.wait(lambda: driver.joins, 30.0, "join")
     second = start_agent()
-    assert second.wait(10) == 5
+    assert second.wait(30) == 5
     assert "an agent of node n0 is running already" in (tmp_path / "agent-1.log").read_text()
 
 
@@ -149,10 +108,10 @@ def test_a_stopped_process_is_alive_and_makes_no_progress(
     report = driver.rank(0, os_state="T")
     assert report.state == "running"
     assert report.progress is not None
-    assert 0.9 < report.progress.age_s < 3.0
+    assert 0.9 < report.progress.age_s < 9.0
     began_s = time.monotonic()
     assert driver.result_of(driver.order(StopRanks())).ok, "it is ended all the same"
-    assert 1.0 <= time.monotonic() - began_s < 2.5, "after its grace"
+    assert 1.0 <= time.monotonic() - began_s < 6.0, "after its grace"
 
 
 def test_a_rank_that_ignores_the_request_is_killed(
@@ -160,7 +119,7 @@ def test_a_rank_that_ignores_the_request_is_killed(
 ) -> None:
     start_agent()
     assert driver.result_of(driver.order(ordered(IGNORES))).ok
-    driver.wait(lambda: list(tmp_path.glob("*.ready")), 10.0, "rank")
+    driver.wait(lambda: list(tmp_path.glob("*.ready")), 30.0, "rank")
     saving = driver.order(StopRanks(save=True))
     time.sleep(1.5)
     assert not driver.results[1:], "one that saves has longer than its grace"
@@ -168,7 +127,7 @@ def test_a_rank_that_ignores_the_request_is_killed(
     stopped = driver.result_of(driver.order(StopRanks()))
     assert stopped.detail["exit_codes"] == {"0": -signal.SIGKILL}
     assert driver.result_of(saving).ok
-    assert 0.9 < time.monotonic() - began_s < 2.5, "the later request shortens the first"
+    assert 0.9 < time.monotonic() - began_s < 6.0, "the later request shortens the first"
 
 
 FREEZER = Path("/sys/fs/cgroup/freezer")
@@ -187,7 +146,7 @@ def test_what_cannot_be_killed_is_reported_and_waited_for_no_longer(
     try:
         (group / "cgroup.procs").write_text(str(pid))
         (group / "freezer.state").write_text("FROZEN")
-        stopped = driver.result_of(driver.order(StopRanks()), timeout_s=6.0)
+        stopped = driver.result_of(driver.order(StopRanks()), timeout_s=20.0)
         assert not stopped.ok
         assert stopped.detail["unkillable"] == [pid]
         assert driver.rank(0, state="unkillable").os_state == "D"

@@ -75,6 +75,8 @@ def test_a_replaced_file_is_read_from_its_beginning(tmp_path: Path) -> None:
     file.write_text(_step(1) + _step(2))
     tail = LineTail(file)
     assert len(list(tail.read())) == 2
+    file.write_text(_step(9))  # in its place, and shorter
+    assert list(tail.read()) == [_wanted(9)]
     other = tmp_path / "other"
     other.write_text(_step(3) + _step(4) + _step(5))
     other.replace(file)
