@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megascale.telemetry.diagnose.finding import Finding
+from megascale.telemetry.diagnose.robust import Floats, deviation, median
 
 COMPUTES = ("forward", "backward", "backward_input", "backward_weight", "head")
 WAITS = (
@@ -39,11 +40,9 @@ FLOOR = 0.02
 SIGMAS = 6.0
 MANY = 32  # peers from which on their own spread is measure enough
 
-_MAD_TO_SIGMA = 1.4826  # of a normal distribution
 _MEDIAN_COST = 1.2533  # standard error of a median against that of a mean
 _DEPENDENT = 2.0  # steps in a row are not independent: a host is slow for some at a time
 
-Floats = NDArray[np.float64]
 Stages = NDArray[np.int64]
 
 
@@ -77,10 +76,8 @@ def window(times_SR: Floats, stage_R: Stages, step: int) -> Window:
             if len(of_stage) == 2:
                 ratio_SR[:, of_stage] = known[:, of_stage] / known[:, of_stage[::-1]]
             elif len(of_stage) > 2:
-                ratio_SR[:, of_stage] = known[:, of_stage] / _median(known[:, of_stage], axis=1)
-    ratio_R = _median(ratio_SR, axis=0)[0]
-    scatter_R = _MAD_TO_SIGMA * _median(np.abs(ratio_SR - ratio_R), axis=0)[0]
-    return Window(ratio_R, scatter_R, step)
+                ratio_SR[:, of_stage] = known[:, of_stage] / median(known[:, of_stage], axis=1)
+    return Window(median(ratio_SR, axis=0)[0], deviation(ratio_SR, axis=0)[0], step)
 
 
 def cut(times_SR: Floats, stage_R: Stages, first_step: int = 1) -> list[Window]:
@@ -146,21 +143,10 @@ def _limits(excess_R: Floats, scatter_R: Floats, stage_R: Stages, num_steps: int
         num_ranks = int(of_stage.sum())
         if num_ranks < 2:
             continue
-        own = excess_R[of_stage]
-        sigma = _MAD_TO_SIGMA * float(_median(np.abs(own - _median(own, 0)), 0)[0])
+        sigma = float(deviation(excess_R[of_stage], 0)[0])
         if num_ranks < MANY:
-            by_steps = float(_median(scatter_R[of_stage], 0)[0]) / np.sqrt(num_steps)
+            by_steps = float(median(scatter_R[of_stage], 0)[0]) / np.sqrt(num_steps)
             by_steps *= _MEDIAN_COST * _DEPENDENT
             sigma = by_steps if num_ranks == 2 else max(sigma, by_steps)
         limit_R[of_stage] = max(FLOOR, SIGMAS * sigma)
     return limit_R
-
-
-def _median(values: Floats, axis: int) -> Floats:
-    """Median along `axis`, which stays as 1, without NaNs; NaN where there is nothing else."""
-    if np.isnan(values).any():
-        empty = np.isnan(values).all(axis=axis, keepdims=True)
-        filled = np.where(empty, 0.0, values)
-        found = np.nanmedian(filled, axis=axis, keepdims=True)
-        return np.where(empty, np.nan, found)
-    return np.median(values, axis=axis, keepdims=True)
