@@ -22,7 +22,14 @@ def keepers(mesh: Mesh, nodes: Sequence[Hashable]) -> list[int | None]:
     distances that are tried, the one with the most copies on other nodes, then the most outside
     their own groups.
     """
-    best = max(_distances(mesh), key=lambda shifted: _quality(mesh, nodes, shifted))
+    wanted = (mesh.world_size, mesh.world_size)
+    best, best_quality = list(range(mesh.world_size)), (0, 0)
+    for shifted in _distances(mesh):
+        quality = _quality(mesh, nodes, shifted)
+        if quality > best_quality:
+            best, best_quality = shifted, quality
+        if quality == wanted:
+            break
     return [keeper if nodes[keeper] != nodes[rank] else None for rank, keeper in enumerate(best)]
 
 
