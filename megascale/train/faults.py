@@ -186,7 +186,7 @@ class Faults(Hook):
         """The address space is limited, then asked for more."""
         own = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         limit = own + (int(order["megabytes"]) << 20)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
         torch.empty(limit, dtype=torch.uint8)
 
     def touch(self, order: dict[str, Any], _step: int) -> None:

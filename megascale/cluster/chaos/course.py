@@ -12,9 +12,9 @@ from megascale.cluster.chaos.faults import KINDS
 from megascale.cluster.chaos.inject import Hit
 from megascale.cluster.chaos.judge import Line, Story, tell
 from megascale.cluster.chaos.live import LiveJob
-from megascale.cluster.chaos.observe import Journal, resumed_steps
+from megascale.cluster.chaos.observe import Journal
 from megascale.cluster.chaos.schedule import JobPlan, Planned, Schedule
-from megascale.cluster.chaos.verify import Check, read_metrics
+from megascale.cluster.chaos.verify import Check, lost_steps, read_metrics
 from megascale.cluster.driver.journal import is_unfinished
 from megascale.errors import LaunchError, MegascaleError
 
@@ -42,7 +42,7 @@ class Course:
     def __init__(self, schedule: Schedule, live: LiveJob, say: Say) -> None:
         self.schedule, self.live, self.say = schedule, live, say
         self.journal = Journal(live.spec.folder / "driver" / "journal.sqlite")
-        self.hits: list[tuple[Planned, Hit | None, Line, int | None]] = []
+        self.hits: list[tuple[Planned, Hit | None, Line]] = []
 
     def run(self, faults: list[Planned], done: Done) -> None:
         self.live.start_driver()
@@ -51,7 +51,7 @@ class Course:
         for fault in faults:
             if self._job_is_over:
                 line = Line(fault.number, fault.kind, "", 0.0, wrong="the job was over before it")
-                self.hits.append((fault, None, line, None))
+                self.hits.append((fault, None, line))
                 continue
             self._await_turn(fault, began_s)
             self._do(fault, began_s)
@@ -109,12 +109,12 @@ class Course:
         aim = fault.target
         whom = {"rank": f"rank {aim.rank}", "node": f"node {aim.node}", "job": ""}[kind.aims]
         line = Line(fault.number, fault.kind, whom, 0.0)
-        num_resumed = len(resumed_steps(live.spec.folder))
+        num_rows = len(read_metrics(live.spec.folder))
         try:
             hit = kind.inject(live, aim)
         except MegascaleError as error:
             line.wrong = f"it could not be done: {error}"
-            self.hits.append((fault, None, line, None))
+            self.hits.append((fault, None, line))
             self.say(f"fault {fault.number} {fault.kind}: {line.wrong}")
             return
         if kind.aims != "rank" and hit.node is not None:
@@ -123,8 +123,8 @@ class Course:
         while time.monotonic() < deadline_s and not self._is_over(fault, hit):
             time.sleep(LOOK_S)
         line.injected_s = round(hit.at_s - began_s, 3)
-        resumed = resumed_steps(live.spec.folder)[num_resumed:]
-        self.hits.append((fault, hit, line, resumed[-1] if resumed else None))
+        line.lost_steps = lost_steps(read_metrics(live.spec.folder)[max(0, num_rows - 1) :])
+        self.hits.append((fault, hit, line))
         waited_s = time.monotonic() - hit.at_s
         self.say(f"fault {fault.number} {fault.kind} {line.target}: over after {waited_s:.1f} s")
 
@@ -136,7 +136,7 @@ class Course:
         story = Story.since(KINDS[fault.kind], hit, self.journal.turns)
         if KINDS[fault.kind].outcome == "stop":
             return self.live.driver.poll() is not None and not is_unfinished(self.journal.path)
-        return story.is_over(self.schedule.job.nodes, time.monotonic())
+        return story.is_over(time.monotonic())
 
     def _date(self, hit: Hit) -> None:
         """The moment of an order is when a rank obeyed it first."""
@@ -147,12 +147,12 @@ class Course:
 
     def _lines(self) -> list[Line]:
         lines = []
-        moments = [hit.at_s for _, hit, _, _ in self.hits if hit is not None]
-        for fault, hit, line, resumed in self.hits:
+        moments = [hit.at_s for _, hit, _ in self.hits if hit is not None]
+        for fault, hit, line in self.hits:
             if hit is not None:
                 until_s = min((at_s for at_s in moments if at_s > hit.at_s), default=float("inf"))
                 story = Story.since(KINDS[fault.kind], hit, self.journal.turns, until_s)
-                tell(line, story, num_nodes=self.schedule.job.nodes, resumed=resumed)
+                tell(line, story)
                 line.step = hit.said.get("step")
             lines.append(line)
         return lines

@@ -123,7 +123,7 @@ KINDS: dict[str, Kind] = {
         "rank",
         "restart",
         values=True,
-        overrides=("parallelism.tensor_parallel_size=1", "debug.check_replicas_interval=1"),
+        overrides=("debug.check_replicas_interval=1",),  # to name it, three replicas or more
     ),
     # ---- resources
     "out_of_memory": _died(inject.ordered("out_of_memory"), "out_of_memory", megabytes=64),

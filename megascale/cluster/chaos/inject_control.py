@@ -33,9 +33,27 @@ def driver_kill(job: LiveJob, target: Target) -> Hit:
     job.driver.send_signal(signal.SIGKILL)
     job.driver.wait(10.0)
     time.sleep(float(target.options["seconds"]))
-    hit.said["back_s"] = time.monotonic()
+    back_s = time.monotonic()
     job.start_driver()
+    if _await_readoption(job):
+        hit.said["readopted_s"] = round(time.monotonic() - back_s, 3)
     return hit
+
+
+def _await_readoption(job: LiveJob) -> bool:
+    """Until the driver has heard every node that has ranks: its silence got shorter."""
+    deadline_s, heard = time.monotonic() + WAIT_S, set[str]()
+    last: dict[str, float] = {}
+    while time.monotonic() < deadline_s:
+        nodes = [n for n in (job.status() or {}).get("nodes", []) if n["node_rank"] is not None]
+        for node in nodes:
+            if node["silence_s"] < last.get(node["node"], 0.0):
+                heard.add(node["node"])
+            last[node["node"]] = node["silence_s"]
+        if nodes and heard >= {node["node"] for node in nodes}:
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def second_driver(job: LiveJob, _target: Target) -> Hit:

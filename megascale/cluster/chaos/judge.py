@@ -24,6 +24,7 @@ class Line:
     noticed_s  an incident was opened      decided_s  the ranks were stopped, or a node sent away
     named_s    the cause was judged        checked_s  the last self-check before the restart
     started_s  the next epoch              first_s    its first step; new_s: the first new step
+    flaps      nodes that were thought silent and were not, beside what the fault is about
     closing    how the incident was closed, the one time
     wrong      why this is no success; empty: it is one
     """
@@ -48,6 +49,7 @@ class Line:
     named: str = ""
     right: bool | None = None
     closing: str = ""
+    flaps: int = 0
     wrong: str = ""
     skipped: str = ""
     said: dict[str, Any] = field(default_factory=dict)
@@ -104,16 +106,6 @@ class Story:
                 return turn
         return None
 
-    def readopted(self, nodes: int) -> Turn | None:
-        """The turn in which the last of `nodes` nodes was known again."""
-        known: set[str] = set()
-        for turn in self.turns:
-            if turn.event == "NodeJoined" and "readopted" in turn.reason:
-                known.add(turn.body["node"])
-                if len(known) >= nodes:
-                    return turn
-        return None
-
     # ------------------------------------------------------------ what was said
 
     def opened(self) -> dict[int, Turn]:
@@ -144,7 +136,18 @@ class Story:
                     found[incident.number] = incident
         return found
 
-    def is_over(self, num_nodes: int, now_s: float) -> bool:
+    def flaps(self) -> set[int]:
+        """Numbers of incidents that say only that a busy machine was slow to be heard."""
+        closed = self.closed()
+        return {
+            number
+            for number, incident in self.incidents().items()
+            if incident.cause == "silent"
+            and "silent" not in self.kind.causes
+            and any("flap" in action["outcome"] for _, action in closed.get(number, ()))
+        }
+
+    def is_over(self, now_s: float) -> bool:
         """What had to come has come, so that the next fault may."""
         if not self.turns:
             return False
@@ -162,20 +165,16 @@ class Story:
             full = len(last.in_state("spare")) >= last.policy.spares
             return self.decided() is not None and full
         if outcome == "readopt":
-            return self.readopted(num_nodes) is not None and waited_s >= self.kind.watch_s
+            return waited_s >= self.kind.watch_s
         if outcome == "alert":
             return bool(incidents) and waited_s >= self.kind.watch_s
         return outcome == "unmoved" and waited_s >= self.kind.watch_s
 
 
-def tell(line: Line, story: Story, *, num_nodes: int, resumed: int | None) -> Line:
-    """Fill the line in. To be called when the job is over, because then every incident is.
-
-    resumed  step at which the ranks went on
-    """
+def tell(line: Line, story: Story) -> Line:
+    """Fill the line in. To be called when the job is over, because then every incident is."""
     hit = story.hit
     decided, started, new = story.decided(), story.started(), story.new_step()
-    readopted = story.readopted(num_nodes)
 
     def after(turn: Turn | None) -> float | None:
         return None if turn is None else round(turn.at_s - hit.at_s, 3)
@@ -183,7 +182,7 @@ def tell(line: Line, story: Story, *, num_nodes: int, resumed: int | None) -> Li
     opened = story.opened()
     line.noticed_s = after(next(iter(opened.values()), None))
     line.decided_s, line.started_s, line.new_s = after(decided), after(started), after(new)
-    line.readopted_s = after(readopted)
+    line.readopted_s = hit.said.get("readopted_s")
     line.suspect_s = after(_first(story, "silent"))
     line.restarts = sum(len(turn.did("StartEpoch")) for turn in story.turns)
     if started is not None:
@@ -198,16 +197,16 @@ def tell(line: Line, story: Story, *, num_nodes: int, resumed: int | None) -> Li
                 default=None,
             )
         )
-        if resumed is not None:
-            line.lost_steps = max(0, decided.before.newest_step - resumed)
     _name(line, story, after)
     line.said = hit.said
+    line.flaps = len(story.flaps())
     line.wrong = "; ".join(_complaints(line, story))
     return line
 
 
 def _name(line: Line, story: Story, after: Any) -> None:
-    judged, incidents, hit = story.judged(), story.incidents(), story.hit
+    judged, hit = story.judged(), story.hit
+    incidents = {n: i for n, i in story.incidents().items() if n not in story.flaps()}
     ranks: tuple[int, ...] = ()
     nodes: tuple[str, ...] = ()
     if judged:
@@ -215,7 +214,8 @@ def _name(line: Line, story: Story, after: Any) -> None:
         line.cause, ranks, nodes = fault.kind, fault.ranks, fault.nodes
         line.named_s = after(turn)
     elif incidents:
-        incident = next(iter(incidents.values()))
+        wanted = [one for one in incidents.values() if one.cause in story.kind.causes]
+        incident = (wanted or list(incidents.values()))[0]
         line.cause, ranks, nodes = incident.cause, incident.ranks, incident.nodes
         line.named_s = line.noticed_s
     elif (decided := story.decided()) is not None and (sent := decided.did("EvictNode")):
@@ -242,7 +242,7 @@ def _complaints(line: Line, story: Story) -> list[str]:
     kind, found = story.kind, []
     if kind.causes and line.cause not in kind.causes:
         found.append(f"cause {line.cause or 'none'}, must be {' or '.join(kind.causes)}")
-    if not kind.causes and story.incidents():
+    if not kind.causes and line.cause:
         found.append(f"an incident was opened: {line.cause} {line.named}")
     if line.right is False:
         want = f"rank {story.hit.rank}" if kind.names == "rank" else f"node {story.hit.node}"

@@ -7,7 +7,6 @@ driver used. Times are the machine's monotonic clock, which driver, trainers and
 from __future__ import annotations
 
 import json
-import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import suppress
@@ -103,11 +102,3 @@ class Journal:
                 self._job,
             )
         )
-
-
-def resumed_steps(run_dir: Path) -> list[int]:
-    """Steps at which rank 0 said that it goes on, in order."""
-    with suppress(OSError):
-        text = (run_dir / "logs" / "rank00000.log").read_text(errors="replace")
-        return [int(step) for step in re.findall(r"resumed from \S+ at step (\d+)", text)]
-    return []

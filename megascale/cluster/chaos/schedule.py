@@ -16,6 +16,7 @@
     times = 3                   # absent: as soon as the one before is over
     every_s = 600
     options = {seconds = 0.2}   # of the kind (`faults.py`)
+    set = []                    # more overrides, for this one
 
 Faults share a job, but for those that end it, those that need namespaces or other settings. What is
 chosen by the seed depends on the fault's place in the file alone, so that a schedule is the same
@@ -29,17 +30,37 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import (
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from megascale.cluster.chaos.faults import KINDS, kind_named
 from megascale.cluster.chaos.inject import Target
 from megascale.config.base import Section
+from megascale.config.value_types import check_type
 from megascale.errors import ConfigError
 
 
-class JobSection(Section):
+class Table(Section):
+    """Of the file. Lists and tables are pydantic's to check, single values are the section's."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _of_its_type(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None, "validates fields"
+        field = cls.model_fields[info.field_name]
+        if get_origin(field.annotation) not in (list, dict):
+            check_type(value, field)
+        return value
+
+
+class JobSection(Table):
     nodes: int = Field(2, ge=1, description="that train")
     procs_per_node: int = Field(2, ge=1)
     spares: int = Field(1, ge=0)
@@ -50,7 +71,7 @@ class JobSection(Section):
     within_s: float = Field(120.0, gt=0.0, description="a fault that is not over then is a miss")
 
 
-class FaultSection(Section):
+class FaultSection(Table):
     kind: str = ""
     any_of: list[str] = Field([])
     rank: int | None = Field(None, ge=0)
@@ -61,6 +82,7 @@ class FaultSection(Section):
     times: int = Field(1, ge=1)
     within_s: float | None = Field(None, gt=0.0)
     options: dict[str, float] = Field({})
+    set: list[str] = Field([], description="more overrides; it has a job of its own then")
 
     @property
     def kinds(self) -> list[str]:
@@ -88,7 +110,7 @@ class FaultSection(Section):
         return self
 
 
-class ScheduleFile(Section):
+class ScheduleFile(Table):
     seed: int = 0
     job: JobSection = JobSection()
     fault: list[FaultSection] = Field(min_length=1)
@@ -116,6 +138,7 @@ class Planned:
     at_step: int | None = None
     at_s: float | None = None
     within_s: float = 120.0
+    overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -172,7 +195,17 @@ def plan(file: ScheduleFile) -> list[Planned]:
             if at_s is not None and section.every_s is not None:
                 at_s += time * section.every_s
             within_s = section.within_s or file.job.within_s
-            found.append(Planned(len(found) + 1, name, target, section.at_step, at_s, within_s))
+            found.append(
+                Planned(
+                    len(found) + 1,
+                    name,
+                    target,
+                    section.at_step,
+                    at_s,
+                    within_s,
+                    tuple(section.set),
+                )
+            )
     return found
 
 
@@ -182,7 +215,7 @@ def group(faults: Sequence[Planned], common: Sequence[str]) -> list[JobPlan]:
     for fault in faults:
         kind = KINDS[fault.kind]
         alone = fault.number if kind.outcome == "stop" else 0
-        key = (alone, kind.overrides, "namespaces" in kind.needs)
+        key = (alone, (*kind.overrides, *fault.overrides), "namespaces" in kind.needs)
         shared.setdefault(key, []).append(fault)
     plans = []
     for (_, overrides, namespaces), members in shared.items():

@@ -80,6 +80,14 @@ def read_metrics(run_dir: Path) -> list[Row]:
     return rows
 
 
+def lost_steps(rows: list[Row]) -> int | None:
+    """Steps that were done twice, where the rows go back; None where they do not."""
+    for before, after in pairwise(rows):
+        if after["step"] <= before["step"]:
+            return int(before["step"] - after["step"] + 1)
+    return None
+
+
 def check_loss(rows: list[Row], reference: list[Row], spoilt: Collection[int]) -> Check:
     """Bit for bit: both were written with the shortest text that reads back as the same number."""
     right = {row["step"]: [row.get(name) for name in VALUES] for row in reference}

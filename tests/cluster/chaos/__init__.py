@@ -1,0 +1,1 @@
+"""Faults on purpose: the schedule, the judgement, the properties, and real runs."""
