@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -35,6 +35,7 @@ class Seat:
     ranks: range = range(0)
     node_rank: int | None = None
     leave: bool = False
+    is_told: bool = False  # that it is to leave
     commands: deque[Command] = field(default_factory=lambda: deque(maxlen=MOST_COMMANDS))
     superseded: set[str] = field(default_factory=set)
     wake: Callable[[], None] | None = None  # ends the long poll that waits
@@ -90,6 +91,7 @@ class Desk:
                     f"{self.job.epoch}: another driver has the job",
                 )
             if seat.leave:
+                seat.is_told = True
                 return Heard(epoch=self.job.epoch, leave=True)
             self._check_claims(seat, message.node, [(r.rank, r.epoch) for r in message.ranks])
             seat.heard_s = now_s
@@ -167,6 +169,7 @@ class Desk:
                 self.refusals.note("result of no command of this driver", message.node)
             else:
                 self._batch.results.append((message, command))
+                seat.is_told |= command.order.kind == "leave"
         self._something.set()
         return Heard(epoch=self.job.epoch, leave=seat.leave)
 
@@ -253,6 +256,11 @@ class Desk:
         """Seconds since each node was heard."""
         with self._lock:
             return {seat.node: now_s - seat.heard_s for seat in self._seats.values()}
+
+    def not_told(self, nodes: Iterable[str]) -> list[str]:
+        """Those of `nodes` that have not heard yet that they are to leave."""
+        with self._lock:
+            return [name for name in nodes if not self._seats[name].is_told]
 
     def close(self) -> None:
         """Long polls end; new ones do not wait."""

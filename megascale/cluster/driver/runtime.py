@@ -43,7 +43,7 @@ from megascale.cluster.transitions import (
 WAIT_S = 0.1  # for something to come
 SECOND_S = 1.0
 STOOD_STILL_S = 2.0  # between two turns of the loop
-LEAVE_S = 10.0  # for agents to answer that they leave
+LEAVE_S = 5.0  # for agents to answer that they leave
 _log = logging.getLogger(__name__)
 
 
@@ -270,18 +270,15 @@ class Driver:
             asked.answer.set_exception(error)
 
     def _say_goodbye(self) -> None:
-        """Agents leave: until each has said so, or is not there."""
+        """Until every agent has heard that it is to leave, or is not there."""
         deadline_s = time.monotonic() + LEAVE_S
-        waiting = {
+        leaving = {
             n.name for n in self.job.nodes.values() if n.state == "leaving" and n.incarnation
         }
-        while waiting and time.monotonic() < deadline_s:
+        while self.desk.not_told(leaving) and time.monotonic() < deadline_s:
             self.desk.wait(WAIT_S)
             batch = self.desk.take()
-            waiting -= {
-                result.node for result, command in batch.results if command.order.kind == "leave"
-            }
-            waiting -= {event.node for event in batch.events if isinstance(event, NodeGone)}
+            leaving -= {event.node for event in batch.events if isinstance(event, NodeGone)}
             for asked in batch.joins:
                 asked.answer.set_exception(RefusedError(403, "the job is over"))
             self._hands.watch()

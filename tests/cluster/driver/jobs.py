@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megascale.cluster.actions import Action, Closed, Opened, StartEpoch
 from megascale.cluster.decide import Decision, begin, decide
@@ -22,12 +22,12 @@ from megascale.config.cluster import ClusterConfig
 _Action = TypeVar("_Action", bound=Action)
 
 
-def policy(nodes: int = 2, procs: int = 2, **changes: object) -> Policy:
+def policy(nodes: int = 2, procs: int = 2, **changes: Any) -> Policy:
     spares = changes.pop("spares", 0)
     legal = changes.pop("legal_nodes", tuple(range(1, nodes + 1)))
     can_save = changes.pop("can_save", True)
-    config = ClusterConfig(**{"selfcheck": "light", **changes})  # type: ignore[arg-type]
-    return Policy(nodes, procs, config, spares, legal, can_save)  # type: ignore[arg-type]
+    config = ClusterConfig(**{"selfcheck": "light", **changes})
+    return Policy(nodes, procs, config, spares, legal, can_save)
 
 
 class ByHand:
@@ -60,6 +60,12 @@ class ByHand:
 
     def has(self, kind: type[Action]) -> bool:
         return any(isinstance(action, kind) for action in self.done)
+
+    def phase(self) -> str:
+        return self.job.phase
+
+    def state(self, node: str) -> str:
+        return self.job.nodes[node].state
 
     def names(self) -> list[str]:
         return [type(action).__name__ for action in self.done]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from megascale.cluster.actions import (
@@ -30,15 +32,15 @@ from megascale.telemetry.diagnose.finding import Finding
 from tests.cluster.driver.jobs import ByHand, policy
 
 
-def training(nodes: int = 2, step: int = 5, **changes: object) -> ByHand:
+def training(nodes: int = 2, step: int = 5, **changes: Any) -> ByHand:
     hand = ByHand(policy(nodes, **changes))
     hand.train(step)
     return hand
 
 
-def exits(hand: ByHand, rank: int = 1, code: int = -9, **more: object) -> RankExited:
+def exits(hand: ByHand, rank: int = 1, code: int = -9, **more: Any) -> RankExited:
     assert hand.job.ranks_epoch is not None
-    return RankExited(rank, code, hand.job.ranks_epoch, **more)  # type: ignore[arg-type]
+    return RankExited(rank, code, hand.job.ranks_epoch, **more)
 
 
 def evicted(hand: ByHand) -> dict[str, bool]:
@@ -64,7 +66,7 @@ def test_hardware_wins_over_the_exceptions_that_it_causes() -> None:
     hand.go(HardwareSeen("n1", "xid", "GPU 0: Xid 79"))
     hand.stopped()
     assert evicted(hand) == {"n1": True}
-    assert hand.job.phase == "starting"
+    assert hand.phase() == "starting"
 
 
 def test_a_network_alert_counts_only_twice_in_five_minutes() -> None:
@@ -74,7 +76,7 @@ def test_a_network_alert_counts_only_twice_in_five_minutes() -> None:
     hand.go(Tick(), after_s=301.0)
     assert hand.closed() == [("nic_eth0", "did not happen again")]
     hand.go(HardwareSeen("n1", "nic_eth0", "down", certain=False))
-    assert hand.job.phase == "training"
+    assert hand.phase() == "training"
     hand.go(HardwareSeen("n1", "nic_eth0", "down", certain=False), after_s=299.0)
     hand.stopped()
     assert evicted(hand) == {"n1": True}
@@ -84,7 +86,7 @@ def test_two_nodes_with_one_alert_each_are_not_evicted() -> None:
     hand = training()
     hand.go(HardwareSeen("n0", "nic_eth0", "down", certain=False))
     hand.go(HardwareSeen("n1", "nic_eth0", "down", certain=False))
-    assert hand.job.phase == "training"
+    assert hand.phase() == "training"
     assert not evicted(hand)
 
 
@@ -189,7 +191,7 @@ def test_a_hang_of_every_node_evicts_nobody() -> None:
     assert hand.the(SelfCheck).nodes == ("n0", "n1")
     hand.checked()
     assert not evicted(hand)
-    assert hand.job.phase == "starting"
+    assert hand.phase() == "starting"
 
 
 def test_a_suspicion_that_passes_is_closed_and_nothing_restarts() -> None:
@@ -198,7 +200,7 @@ def test_a_suspicion_that_passes_is_closed_and_nothing_restarts() -> None:
     hand.go(StepReached(1, 6))
     assert hand.closed() == [("hang", "passed: step 6 was reached")]
     hand.go(Found(Finding("hang", (0,))))
-    assert hand.job.phase == "training"
+    assert hand.phase() == "training"
     assert hand.job.suspicion is None
 
 
@@ -206,9 +208,9 @@ def test_a_suspicion_that_nobody_explains_counts_as_it_is() -> None:
     hand = training()
     hand.go(HangSuspected((2,), "no progress", 6))
     hand.go(Tick(), after_s=29.0)
-    assert hand.job.phase == "training"
+    assert hand.phase() == "training"
     hand.go(Tick(), after_s=2.0)
-    assert hand.job.phase == "stopping"
+    assert hand.phase() == "stopping"
 
 
 def test_a_straggler_is_evicted_at_a_saved_state() -> None:
@@ -223,7 +225,7 @@ def test_a_straggler_is_evicted_at_a_saved_state() -> None:
 def test_a_straggler_stays_while_nobody_can_take_its_place() -> None:
     hand = training()
     hand.go(Found(Finding("straggler", (2,), {"slower": 0.2})))
-    assert hand.job.phase == "training"
+    assert hand.phase() == "training"
     assert hand.has(Alert)
     assert hand.the(Replenish).count == 1
 
@@ -234,7 +236,7 @@ def test_what_is_not_finite_is_retried_then_rolled_back_then_reported() -> None:
     hand.go(found)
     hand.stopped()
     hand.checked()
-    assert (hand.the(StartEpoch).back, hand.job.phase) == (0, "starting")
+    assert (hand.the(StartEpoch).back, hand.phase()) == (0, "starting")
     hand.steps(6)
     hand.go(found)
     hand.stopped()
@@ -275,7 +277,7 @@ def test_the_same_fault_at_other_steps_does_not_stop() -> None:
         hand.stopped()
         hand.checked()
         hand.steps(step)
-    assert hand.job.phase == "training"
+    assert hand.phase() == "training"
 
 
 @pytest.mark.parametrize("how", [NodeSilent("n1", 12.1), NodeGone("n1", "preempted")])
