@@ -43,13 +43,13 @@ class Job:
         return self.program.run_dir / FOLDER
 
 
-def run(job: Job) -> int:
-    """Until the job ends; signals ask it to save and stop."""
+def run(job: Job, backend: Backend | None = None) -> int:
+    """Until the job ends; signals ask it to save and stop. `backend` as of `start`."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s [driver] %(message)s", stream=sys.stdout
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    started = start(job)
+    started = start(job, backend)
     old = {s: signal.signal(s, started.on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
     try:
         print(f"run folder  {job.program.run_dir}")
