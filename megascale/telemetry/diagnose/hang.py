@@ -135,7 +135,7 @@ def _gone(views: Mapping[int, RankView], everyone: Iterable[int]) -> _Verdict | 
             why[rank] = "stopped"
         elif view.epoch < epoch:
             why[rank] = f"silent in epoch {epoch}"
-    return _Verdict(why, certain=True) if why else None
+    return _Verdict(why, certain=bool(views)) if why else None
 
 
 # ---------------------------------------------------------------- rules 2 to 4
@@ -176,9 +176,11 @@ def _by_waits(seen: Observed) -> _Verdict | None:
             strong[rank] = _skipped(skipped[rank])
             certain = certain and seen.waits(skipped[rank].front[0])
         elif rank in waited_for and not seen.waits(rank):
-            of_kind = weak if may_wait_unseen(seen.views[rank]) else strong
-            of_kind[rank] = "waits for nobody"
-            certain = certain and _stands_alone(seen, waits.meetings, rank)
+            if may_wait_unseen(seen.views[rank]):
+                weak[rank] = "waits for nobody, or unseen"
+            else:
+                strong[rank] = "waits for nobody"
+                certain = certain and _stands_alone(seen, waits.meetings, rank)
     if busy:
         return _Verdict(busy, certain=True)
     if strong:
@@ -198,7 +200,7 @@ def _stands_alone(seen: Observed, meetings: Sequence[Meeting], rank: int) -> boo
     a collective: several wait for it, and its tensor peers are many and further, or stand with it.
     """
     view = seen.views[rank]
-    if may_wait_unseen(view) or not any(rank in m.missing for m in meetings if len(m.front) > 1):
+    if not any(rank in m.missing for m in meetings if len(m.front) > 1):
         return False
     tensor = seen.instance.get("tensor", {}).get(rank, (rank,))
     others = [seen.views[peer] for peer in tensor if seen.views[peer].place != view.place]
