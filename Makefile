@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 FAST := not full and not slow and not gpu and not multi_gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev train test test-all lint check format bench wheels peers-wheels docs hooks clean
+.PHONY: help env env-dev train test test-all lint check format bench chaos wheels peers-wheels docs hooks clean
 
 help: ## list these commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1|\2/p' $(MAKEFILE_LIST) \
@@ -76,6 +76,9 @@ docs: $(DEV) ## write the generated pages and tables anew
 
 bench: ## measure the rows of benchmarks/results/ that this machine allows
 	PYTHON=$(or $(wildcard $(BIN)/python),$(PYTHON)) bash tools/bench.sh
+
+chaos: $(DEV) ## faults on purpose: the short schedule and every kind once; rows of chaos.jsonl
+	$(BIN)/python -m benchmarks.chaos chaos/short.toml chaos/matrix.toml
 
 wheels: ## fetch the wheels that an offline GPU machine (Python 3.12) lacks into wheels/
 	PYTHON=$(PYTHON) bash tools/wheels.sh

@@ -95,7 +95,7 @@ KINDS: dict[str, Kind] = {
         ("straggler",),
         "rank",
         "restart",
-        options={"seconds": 0.1, "steps": 1e6},
+        options={"seconds": 0.1, "steps": 500},
     ),
     # ---- values
     "nan": Kind(
