@@ -60,7 +60,6 @@ class Persistence:
         self._last_file = folder.path / "last_checkpoint.json"
         self._loaded_from: Path | None = None
         self._saved: Progress | None = None
-        self._base = ""  # name of the newest checkpoint on disk that this run follows
         self._memory: MemorySlots | None = None
 
     def restore(self, *, resume: bool) -> Progress:
@@ -82,28 +81,39 @@ class Persistence:
     def _resume(self) -> Progress | None:
         """From memory or from disk, whichever is further; None where there is neither."""
         listing = self._ranks.writer_does(lambda: list_checkpoints(self.folder.checkpoints))
-        names = [path.name for path in (*listing.committed, *listing.damaged)]
         newest = listing.committed[0] if listing.committed else None
-        progress = self._from_memory(newest, names)
+        there = {path.name for path in (*listing.committed, *listing.damaged)}
+        may_use_memory = not self._was_cut_off(there)
+        progress = self._from_memory(newest) if may_use_memory else None
         if progress is None:
             path = find_latest(self.folder.checkpoints, group=self._group)
-            if path != newest:  # damaged; memory is further than what is left, if it is there
-                progress = self._from_memory(path, names)
+            if path != newest and may_use_memory:  # memory may be further than what is not damaged
+                progress = self._from_memory(path)
             if progress is None and path is not None:
                 progress = self.load(path)
         return progress
 
-    def _from_memory(self, disk: Path | None, names: list[str]) -> Progress | None:
+    def _was_cut_off(self, there: set[str]) -> bool:
+        """Whoever takes the newest checkpoint away wants the run to go on from an earlier state."""
+        if self._memory is None:
+            return False
+        last = self._ranks.writer_does(self._last_name)
+        if last is None or last in there:
+            return False
+        if self.assembly.is_writer:
+            logger.warning("memory slots are not used: checkpoint %s was taken away", last)
+        return True
+
+    def _from_memory(self, disk: Path | None) -> Progress | None:
         """A save of a later step than checkpoint `disk`, where all ranks' parts can be had."""
         if self._memory is None:
             return None
         self.assembly.zero.wait_for_parameters()  # as in `load`
         with self.recorder.span("checkpoint", op="load", host=True):
-            stamp = self._memory.restore(name_order(disk)[0] if disk else None, names)
+            stamp = self._memory.restore(name_order(disk)[0] if disk else None)
         if stamp is None:
             return None
         self._after_load(f"step {stamp.step} from memory")
-        self._base = names[0] if names else ""
         logger.info("resumed from memory at step %d", stamp.step)
         return Progress(step=stamp.step, consumed_samples=stamp.consumed_samples)
 
@@ -119,10 +129,14 @@ class Persistence:
             load_checkpoint(path, pieces, group=self._group, verified=True)
         self.assembly.optimizer.step_count.fill_(meta["num_updates"])
         self._after_load(str(path))
-        self._loaded_from, self._base = path, path.name
+        self._loaded_from = path
         logger.info("resumed from %s at step %d", path, meta["step"])
         progress = Progress(step=meta["step"], consumed_samples=meta["consumed_samples"])
         self._saved = replace(progress)
+        if self.assembly.is_writer:
+            self._remember(progress.step, path)  # what this run follows from here on
+        if self._memory is not None:
+            self._memory.forget()
         return progress
 
     def _refuse_if_any_was_committed(self) -> None:
@@ -138,15 +152,17 @@ class Persistence:
         last = self._ranks.writer_does(self._last_saved)
         if last is not None:
             raise CheckpointError(
-                f"this run saved step {last}, but {self.folder.checkpoints} holds no checkpoint; "
-                "mount its storage or put the checkpoints back, or start a new run with "
-                "--set job.run_dir=ANOTHER"
+                f"this run saved step {last[0]}, but {self.folder.checkpoints} holds no "
+                "checkpoint; mount its storage or put the checkpoints back, or start a new run "
+                "with --set job.run_dir=ANOTHER"
             )
 
-    def _last_saved(self) -> int | None:
-        """The step of the last checkpoint that this run committed, told by its folder."""
+    def _last_saved(self) -> tuple[int, str] | None:
+        """Step and name of the last checkpoint that this run committed or loaded, told by its
+        folder."""
         try:
-            return int(json.loads(self._last_file.read_bytes())["step"])
+            record = json.loads(self._last_file.read_bytes())
+            return int(record["step"]), str(record["name"])
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError):
@@ -155,6 +171,14 @@ class Persistence:
                 f"{self.folder.checkpoints} holds none; put the checkpoints back, or start a new "
                 "run with --set job.run_dir=ANOTHER"
             ) from None
+
+    def _last_name(self) -> str | None:
+        """None also where the record is damaged: other checkpoints may be whole."""
+        try:
+            last = self._last_saved()
+        except CheckpointError:
+            return None
+        return last[1] if last else None
 
     def _remember(self, step: int, path: Path) -> None:
         """Written beside the checkpoints' folder, which may be another storage that goes away."""
@@ -172,8 +196,6 @@ class Persistence:
                 f"nothing to roll back to: {self.folder.checkpoints} holds no committed "
                 "checkpoint; set checkpoint.interval, or training.nonfinite_policy = 'skip'"
             )
-        if self._memory is not None:
-            self._memory.forget()
         return self.load(path)
 
     def keep(self, progress: Progress, *, is_settled: bool) -> None:
@@ -182,7 +204,7 @@ class Persistence:
         if self._memory is None:
             return
         with self.recorder.span("checkpoint", op="keep", host=True):
-            self._memory.begin(progress.step, progress.consumed_samples, self._base)
+            self._memory.begin(progress.step, progress.consumed_samples)
             if is_settled:
                 self._memory.settled()
 
@@ -215,7 +237,7 @@ class Persistence:
                 raise
             logger.error("step %d was not saved, training goes on: %s", progress.step, error)
             return
-        self._saved, self._base = replace(progress), path.name
+        self._saved = replace(progress)
         self.recorder.checkpoint(progress.step, str(path))
         if self.assembly.is_writer:
             self._remember(progress.step, path)

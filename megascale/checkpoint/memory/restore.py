@@ -1,14 +1,14 @@
 """Finding a save in the slots of all ranks, and getting each rank its part.
 
-Nothing is taken unchecked: a slot must be of this run and layout, follow a checkpoint that is still
-there, and have the values whose CRC-32 it tells. What fails is left out and the choice made again.
+Nothing is taken unchecked: a slot must be of this run and layout, and have the values whose CRC-32
+it tells. What fails is left out and the choice made again.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megascale.checkpoint.agree import Ranks
@@ -44,14 +44,13 @@ def find(
     identity: str,
     layout: str,
     newer_than: int | None,
-    bases: Collection[str],
 ) -> tuple[Stamp, Slot] | None:
     """The newest save of a later step than `newer_than`, and the slot that has this rank's part of
     it. Collective; None on all ranks where there is none, and why is logged.
 
     files  of this rank, its own two first; what is sent to it goes to one of those
     """
-    search = _Search(files, ranks, sites, identity, layout, bases)
+    search = _Search(files, ranks, sites, identity, layout)
     while True:
         told = ranks.gather(search.offers)
         offers = [own for own, _ in told]
@@ -82,7 +81,6 @@ class _Search:
     sites: Sequence[Site]
     identity: str
     layout: str
-    bases: Collection[str]
     bad: set[int] = field(default_factory=set)  # files whose values are not what was saved
 
     def offers(self) -> tuple[list[Offer], list[str]]:
@@ -102,8 +100,6 @@ class _Search:
     def _refusal(self, header: Header) -> str | None:
         if header.identity != self.identity:
             return "of another run, or of this one with another model, data, seed or optimizer"
-        if header.base and header.base not in self.bases:
-            return f"that followed {header.base}, which is not among the checkpoints any more"
         owner = header.owner
         if header.layout != self.layout or owner >= len(self.sites):
             return f"of another layout ({header.layout}; now {self.layout})"

@@ -64,14 +64,12 @@ class Header:
     owner      the global rank whose state it is
     identity   of the run; states of two runs are never mixed
     layout     of the ranks, in words
-    base       name of the newest checkpoint on disk when it was saved; "" where there was none
     """
 
     stamp: Stamp
     owner: int
     identity: str
     layout: str
-    base: str
     table_bytes: int
     table_crc: int
     body_bytes: int

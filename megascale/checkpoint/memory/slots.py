@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,6 @@ class _Begun:
 
     slot: Slot
     stamp: Stamp
-    base: str
     copied: torch.cuda.Event | None
 
 
@@ -103,10 +102,8 @@ class MemorySlots:
 
     # ------------------------------------------------------------ saving
 
-    def begin(self, step: int, consumed_samples: int, base: str) -> None:
+    def begin(self, step: int, consumed_samples: int) -> None:
         """Copy the state as it is after `step`; it counts once `settled` was called.
-
-        base  name of the newest checkpoint on disk, "" for none
 
         Waits for the save before. On CUDA the copy is queued behind what was launched, and what is
         launched next waits for it.
@@ -118,7 +115,7 @@ class MemorySlots:
         stamp = Stamp(self._epoch, self._number, self._start, step, consumed_samples)
         slot = self._free(self._own, self._ranks.rank)
         slot.begin()
-        self._begun = _Begun(slot, stamp, base, self._copy_out(slot.image))
+        self._begun = _Begun(slot, stamp, self._copy_out(slot.image))
 
     def settled(self) -> None:
         """The step of the last `begin` has run and is not rolled back: complete the save, here or
@@ -206,7 +203,6 @@ class MemorySlots:
                 owner=self._ranks.rank,
                 identity=self._identity,
                 layout=self._layout,
-                base=begun.base,
                 table_bytes=len(body.table),
                 table_crc=body.table_crc,
                 body_bytes=body.num_bytes,
@@ -230,13 +226,9 @@ class MemorySlots:
 
     # ------------------------------------------------------------ restoring
 
-    def restore(self, newer_than: int | None, bases: Collection[str]) -> Stamp | None:
+    def restore(self, newer_than: int | None) -> Stamp | None:
         """Fill the pieces from the newest save that is of a later step than `newer_than`, and say
-        which; None where there is none, and why is logged.
-
-        bases  names of the run's checkpoints on disk. A save that followed one that is not there
-               any more is of a branch that somebody has cut off
-        """
+        which; None where there is none, and why is logged."""
         found = find(
             self._files,
             self._ranks,
@@ -244,7 +236,6 @@ class MemorySlots:
             identity=self._identity,
             layout=self._layout,
             newer_than=newer_than,
-            bases=bases,
         )
         if found is None:
             return None

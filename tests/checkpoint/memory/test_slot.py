@@ -54,7 +54,6 @@ def _header(body: Body, slot: Slot, step: int) -> Header:
         owner=0,
         identity="run",
         layout="tensor 1",
-        base="",
         table_bytes=len(body.table),
         table_crc=body.table_crc,
         body_bytes=body.num_bytes,
