@@ -2,13 +2,21 @@
 
 Under nohup the programs that tests start would rightly ignore the hangups that tests send. So who
 runs tests has a handler in its place, which does as little and is not inherited.
+
+One of several workers computes with one thread: threads that wait for each other on cores that
+other workers have spin, and took four times the work of `tests/model` on two cores. OpenMP reads
+its variable when torch is imported, so it is set before.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 DEVICES_NEEDED = {"gpu": 1, "multi_gpu": 2}
 
