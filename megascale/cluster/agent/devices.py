@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megascale.cluster.agent.birth_command import birth
 from megascale.cluster.agent.board import Board
 from megascale.cluster.messages import DeviceReport
 
@@ -38,7 +39,7 @@ class NvmlChild:
     """One child and its answers; for one thread."""
 
     def __init__(self, fake: Path | None) -> None:
-        command = [sys.executable, "-m", "megascale.cluster.agent.device_child"]
+        command = [*birth(), sys.executable, "-m", "megascale.cluster.agent.device_child"]
         self._process = subprocess.Popen(
             [*command, *([str(fake)] if fake else [])],
             stdin=subprocess.PIPE,

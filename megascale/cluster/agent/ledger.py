@@ -6,7 +6,8 @@
 A process that is found again is ended if one of three things holds: its pid and start are on
 record; it is in a session with one of those (a session's number is not given again while a member
 lives); or its environment has the page folder of this node and run, which only our ranks were
-given. So nothing is ended that we did not start, also after pids were given again.
+given. That folder is another one for each agent, so that the watchdog of one never meets the ranks
+of the next. So nothing is ended that we did not start, also after pids were given again.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from megascale.cluster.agent.proc import (
@@ -60,7 +62,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Record:
-    """All that one agent has running; `pages` is the folder of the ranks' progress pages."""
+    """All that one agent has running; `pages`: how the paths of its ranks' progress pages begin."""
 
     pages: str
     members: tuple[Member, ...] = ()
@@ -96,8 +98,9 @@ class Ledger:
                 "end it, or give this one another --node"
             ) from None
         key = hashlib.sha256(f"{run_dir.resolve()}\0{node}".encode()).hexdigest()[:16]
-        pages = _SHARED_MEMORY / f"megascale-{key}"
-        self.pages = pages if _can_be_ours(pages) else self.folder / "pages"
+        shared = os.access(_SHARED_MEMORY, os.W_OK | os.X_OK)
+        self._all_pages = (_SHARED_MEMORY if shared else self.folder) / f"megascale-{key}-"
+        self.pages = Path(f"{self._all_pages}{secrets.token_hex(8)}")
 
     def write(self, record: Record) -> None:
         """Replace the record, whole. Raises OSError, and `is_written` is false then."""
@@ -108,35 +111,26 @@ class Ledger:
         self.is_written = True
 
     def read(self) -> Record:
-        """The last agent's record; an empty one where there is none of this host since it booted.
+        """The last agent's record, its `pages` the beginning of those of all agents of this node;
+        without members where there is none of this host since it booted.
 
         A record that cannot be read counts as none: the environment still tells whose child it is.
         """
-        empty = Record(str(self.pages))
+        empty = Record(str(self._all_pages))
         try:
             record = Record.from_json(self._file.read_text())
         except (OSError, ValueError, KeyError, TypeError):
             return empty
-        return record if (record.host, record.boot) == (empty.host, empty.boot) else empty
+        is_of_now = (record.host, record.boot) == (empty.host, empty.boot)
+        return replace(record, pages=empty.pages) if is_of_now else empty
 
     def clear_pages(self) -> None:
-        """Take away the ranks' pages, and whatever else of theirs lies there."""
-        for stale in self.pages.iterdir():
-            if stale.is_dir() and not stale.is_symlink():
-                shutil.rmtree(stale, ignore_errors=True)
-            else:
-                stale.unlink(missing_ok=True)
+        """Take away the pages of this agent and of those before it, and what lies beside them."""
+        for folder in self._all_pages.parent.glob(self._all_pages.name + "*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
         os.close(self._lock)
-
-
-def _can_be_ours(folder: Path) -> bool:
-    """Everybody may make folders there; one that is another user's is not for us."""
-    try:
-        return folder.stat().st_uid == os.geteuid()
-    except OSError:
-        return os.access(folder.parent, os.W_OK | os.X_OK)
 
 
 def remaining(record: Record) -> list[Stat]:
@@ -145,7 +139,7 @@ def remaining(record: Record) -> list[Stat]:
     known = {member.identity: member for member in record.members}
     found = {stat.pid: stat for stat in stats.values() if stat.identity in known and stat.is_alive}
     sessions = {stat.session for stat in found.values()} & {m.session for m in record.members}
-    marker = f"{PAGE_VARIABLE}={record.pages}/".encode()
+    marker = f"{PAGE_VARIABLE}={record.pages}".encode()
     for stat in stats.values():
         if stat.is_alive and (stat.session in sessions or marker_of(stat, marker)):
             found[stat.pid] = stat

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
+from megascale.cluster.agent.birth_command import birth
 from megascale.cluster.agent.ledger import HELPER, PAGE_VARIABLE, Ledger, Member, Record, sweep
 from megascale.cluster.agent.proc import Stat, all_stats, marker_of, read_stat
 from megascale.cluster.agent.progress import make_page, page_path, rank_of_page
@@ -38,7 +39,6 @@ from megascale.errors import LaunchError
 SCAN_S = 1.0
 ENDING_SCAN_S = 0.1
 SWEEP_DEADLINE_S = 10.0
-_BIRTH = Path(__file__).with_name("birth.py")
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _log = logging.getLogger(__name__)
 
@@ -57,8 +57,8 @@ class Ranks:
         self._record = Record(str(ledger.pages))
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._sweep_last_agents()
-        ledger.pages.mkdir(mode=0o700, exist_ok=True)
         ledger.clear_pages()
+        ledger.pages.mkdir(mode=0o700)
         self._watchdog = Watchdog()
         self._write_record()
 
@@ -123,7 +123,7 @@ class Ranks:
         Whoever starts it collects it, and says so with `helper_ended`.
         """
         process = subprocess.Popen(
-            [*_birth(), *command],
+            [*birth(), *command],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -147,8 +147,6 @@ class Ranks:
         """End the watchdog and take the pages away; ranks have ended before."""
         self._watchdog.close()
         self._ledger.clear_pages()
-        with suppress(OSError):
-            self._ledger.pages.rmdir()
 
     # ------------------------------------------------------------ inside
 
@@ -165,7 +163,7 @@ class Ranks:
             output.write(_epoch_line(place.rank, epoch))
             output.flush()
             process = subprocess.Popen(
-                [*_birth(), *program, *order.arguments],
+                [*birth(), *program, *order.arguments],
                 env=_environment(order, place, epoch, page),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -245,10 +243,6 @@ class Ranks:
             if member is not None and member.rank != HELPER:
                 self._ranks.append(left_over(member, time.monotonic()))
         self._publish()
-
-
-def _birth() -> list[str]:
-    return [sys.executable, "-I", "-S", str(_BIRTH), str(os.getpid())]
 
 
 def _environment(order: StartRanks, place: RankPlace, epoch: int, page: Path) -> dict[str, str]:

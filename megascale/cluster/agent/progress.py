@@ -1,6 +1,8 @@
 """Progress pages: made for each rank and epoch, read when a heartbeat is written.
 
-    /dev/shm/megascale-KEY/rank00003-e7    KEY of run and node; in the run folder without /dev/shm
+    /dev/shm/megascale-KEY-AGENT/rank00003-e7    KEY of run and node
+
+In the node's folder of the run where there is no /dev/shm.
 
 A page an epoch: what an old rank still writes goes to its own. A page that was never written, or is
 of another epoch, is no progress.

@@ -2,7 +2,7 @@
 
 A process of its own that waits on a pipe. Each line that comes is the agent's newest record
 (`ledger.Record`); the end of the pipe means that the agent is gone, and then everything of the last
-record is ended. When the agent ended well there is nothing left, and nothing is done.
+record is ended, and its pages are taken away. When the agent ended well nothing is left.
 
 It has its own session and ignores the signals that ask programs to end, so that what ends the agent
 does not end it first.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -106,7 +107,9 @@ def main() -> None:
     record = wait_for_the_end()
     if record is None:
         return
-    for stat in sweep(record, SWEEP_DEADLINE_S):
+    left = sweep(record, SWEEP_DEADLINE_S)
+    shutil.rmtree(record.pages, ignore_errors=True)
+    for stat in left:
         print(
             f"watchdog: pid {stat.pid} (state {stat.state}) of a dead agent did not end in "
             f"{SWEEP_DEADLINE_S:.0f} s; the host needs a restart",

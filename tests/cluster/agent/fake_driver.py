@@ -47,6 +47,7 @@ class FakeDriver:
         self.leave = False
         self.refuses: dict[str, int] = {}
         self._commands: list[Command] = []
+        self._first = 0
         self._changed = threading.Condition()
         self._server: _Server | None = None
         self.port = 0
@@ -85,6 +86,11 @@ class FakeDriver:
             self._commands.append(Command(epoch=at, sequence=number, order=order))
             self._changed.notify_all()
         return number
+
+    def forget(self) -> None:
+        """No command is given to whoever asks next; numbers go on."""
+        with self._changed:
+            self._first = len(self._commands)
 
     def result_of(self, sequence: int, timeout_s: float = 30.0) -> Result:
         return self.wait(
@@ -139,7 +145,9 @@ class FakeDriver:
             after = int(query["after"])
             give_up = time.monotonic() + POLL_S
             while True:
-                found = [c.model_dump() for c in self._commands if c.sequence > after]
+                found = [
+                    c.model_dump() for c in self._commands[self._first :] if c.sequence > after
+                ]
                 if found or time.monotonic() >= give_up:
                     return found
                 self._changed.wait(give_up - time.monotonic())

@@ -51,6 +51,9 @@ def test_killed_agent_leaves_nothing(
 ) -> None:
     agent = start_agent()
     assert driver.result_of(driver.order(ordered(SLEEPS, num_ranks=2))).ok
+    record = json.loads((tmp_path / "agents" / "n0" / "processes.json").read_text())
+    assert len(record["members"]) == 2
     agent.kill()
     agent.wait()
     gone_within(tmp_path, 10.0)
+    assert not Path(record["pages"]).exists()

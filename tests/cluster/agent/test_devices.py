@@ -13,7 +13,7 @@ from megascale.cluster.agent import devices
 from megascale.cluster.agent.board import Board
 from megascale.cluster.agent.device_child import XID_EVENT, FakeNvml, Nvml
 from megascale.cluster.agent.devices import DeviceMonitor, NoNvml, NvmlChild
-from tests.cluster.agent.conftest import StartAgent
+from tests.cluster.agent.conftest import StartAgent, gone_within, of_test
 from tests.cluster.agent.fake_driver import FakeDriver
 
 FACTS: dict[str, Any] = {
@@ -134,6 +134,19 @@ def test_an_agent_whose_nvml_hangs_from_the_start_joins_and_beats(
     start_agent("--fake-devices", str(file))
     driver.wait(lambda: driver.beats and driver.beats[-1].devices, 30.0, "beat with devices")
     assert [device.answered for device in driver.beats[-1].devices] == [False, False]
+
+
+def test_a_child_that_hangs_ends_with_its_agent(
+    driver: FakeDriver, start_agent: StartAgent, file: Path, tmp_path: Path
+) -> None:
+    agent = start_agent("--fake-devices", str(file))
+    driver.wait(lambda: driver.beats, 30.0, "beat")
+    _write(file, hang=["nvmlDeviceGetTemperature"])
+    time.sleep(1.5)
+    assert len(of_test(tmp_path)) == 3, "agent, watchdog, and the child that hangs"
+    agent.kill()
+    agent.wait()
+    gone_within(tmp_path, 10.0)
 
 
 def test_devices_stand_in_the_join_and_in_beats(

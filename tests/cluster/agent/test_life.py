@@ -72,9 +72,7 @@ def test_the_next_agent_ends_what_the_last_one_and_its_watchdog_left(
     assert driver.result_of(driver.order(ordered(f"{FAMILY}\ntime.sleep(600)\n"))).ok
     *family, rank = pids_in(tmp_path / "family", 4)
     children = [stat.pid for stat in all_stats().values() if stat.parent == agent.pid]
-    (watchdog,) = [
-        pid for pid in children if b"agent.watchdog" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    (watchdog,) = [pid for pid in children if _is_watchdog(pid)]
     os.kill(watchdog, signal.SIGSTOP)  # a killed one would be started again
     agent.kill()
     agent.wait()
@@ -86,6 +84,36 @@ def test_the_next_agent_ends_what_the_last_one_and_its_watchdog_left(
     assert not set(of_test(tmp_path)) & set(family)
     assert driver.joins[1].incarnation != driver.joins[0].incarnation
     assert again.poll() is None
+
+
+def test_a_watchdog_that_is_late_leaves_the_next_agents_ranks_alone(
+    driver: FakeDriver, start_agent: StartAgent, ordered: Ordered, tmp_path: Path
+) -> None:
+    agent = start_agent()
+    assert driver.result_of(driver.order(ordered(SLEEPS))).ok
+    children = [stat.pid for stat in all_stats().values() if stat.parent == agent.pid]
+    (watchdog,) = [pid for pid in children if _is_watchdog(pid)]
+    os.kill(watchdog, signal.SIGSTOP)
+    try:
+        agent.kill()
+        agent.wait()
+        driver.forget()
+        start_agent()
+        driver.wait(lambda: len(driver.joins) == 2, 30.0, "second join")
+        driver.epoch = 2
+        assert driver.result_of(driver.order(ordered(SLEEPS))).ok
+    finally:
+        os.kill(watchdog, signal.SIGCONT)
+    give_up = time.monotonic() + 10.0
+    while (stat := read_stat(watchdog)) is not None and stat.is_alive:
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+    time.sleep(0.3)
+    assert driver.rank(0).state == "starting"
+
+
+def _is_watchdog(pid: int) -> bool:
+    return b"agent.watchdog" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def test_a_node_has_one_agent(start_agent: StartAgent, driver: FakeDriver, tmp_path: Path) -> None:
@@ -156,10 +184,14 @@ def test_what_cannot_be_killed_is_reported_and_waited_for_no_longer(
         assert f"rank 0 of epoch 1 (pid {pid}, unkillable)" in refused.reason
     finally:
         (group / "freezer.state").write_text("THAWED")
+        give_up = time.monotonic() + 10.0
+        while (group / "cgroup.procs").read_text():
+            assert time.monotonic() < give_up
+            time.sleep(0.02)
+        group.rmdir()
     code = driver.rank(0, state="exited").exit_code
     assert code in (-signal.SIGTERM, -signal.SIGKILL), "whichever it sees first"
     assert driver.result_of(driver.order(ordered(SLEEPS))).ok
-    group.rmdir()
 
 
 def test_starts_are_obeyed_once_and_wait_for_stops(
