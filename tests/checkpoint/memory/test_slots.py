@@ -1,0 +1,129 @@
+"""Slots of one rank: what is kept is the state at the moment of `begin`, and the newest counts."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megascale.checkpoint.agree import Ranks
+from megascale.checkpoint.memory import MemorySlots
+from megascale.topology import Mesh
+from tests.checkpoint.layouts import whole
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="megascale-test-", dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def _open(memory: Path, values: Tensor, *, is_behind: bool = False, epoch: int = 1) -> MemorySlots:
+    return MemorySlots(
+        str(memory / "slots-000"),
+        [whole("master/a", values)],
+        Mesh(),
+        Ranks(None),
+        identity="run",
+        epoch=epoch,
+        device=values.device,
+        is_behind=is_behind,
+    )
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_follows_the_copy_does_not_change_it(
+    memory: Path, device: str, is_behind: bool
+) -> None:
+    values = torch.zeros(1 << 22, device=device)
+    slots = _open(memory, values, is_behind=is_behind)
+    for step in range(1, 5):
+        values.fill_(step)
+        slots.begin(step, 8 * step)
+        values.mul_(-1.0)  # as the next update: launched at once
+        slots.settled()
+    slots.join()
+    assert device == "cpu" or all(slot.image.is_pinned() for slot in slots._own)
+    found = torch.zeros(1 << 22, device=device)
+    again = _open(memory, found, is_behind=is_behind, epoch=2)
+    stamp = again.restore(3)
+    assert stamp is not None
+    assert (stamp.step, stamp.consumed_samples, stamp.epoch, stamp.number) == (4, 32, 1, 4)
+    assert found.unique().tolist() == [4.0]
+
+
+def test_what_was_not_settled_does_not_count(memory: Path) -> None:
+    values = torch.ones(100)
+    slots = _open(memory, values)
+    slots.begin(1, 8)
+    slots.settled()
+    values.fill_(2.0)
+    slots.begin(2, 16)
+    found = torch.zeros(100)
+    stamp = _open(memory, found).restore(None)
+    assert stamp is not None
+    assert (stamp.step, found[0].item()) == (1, 1.0)
+
+
+def test_the_save_that_was_restored_stays_until_a_later_one_is_whole(memory: Path) -> None:
+    values = torch.ones(100)
+    slots = _open(memory, values)
+    for step in (1, 2):
+        slots.begin(step, step)
+        slots.settled()
+    again = _open(memory, values, epoch=2)
+    assert again.restore(None) is not None
+    again.begin(3, 3)  # and is killed
+    last = _open(memory, torch.zeros(100), epoch=3).restore(None)
+    assert last is not None
+    assert last.step == 2
+
+
+def test_numbers_go_on_over_starts(memory: Path) -> None:
+    values = torch.ones(100)
+    numbers = []
+    for epoch, step in ((1, 5), (2, 3), (2, 1)):
+        slots = _open(memory, values, epoch=epoch)
+        slots.begin(step, step)
+        slots.settled()
+        stamp = _open(memory, values).restore(None)
+        assert stamp is not None
+        numbers.append((stamp.number, stamp.step))
+    assert numbers == [(1, 5), (2, 3), (3, 1)]
+
+
+def test_forgotten_slots_are_not_found(memory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    values = torch.ones(100)
+    slots = _open(memory, values)
+    slots.begin(1, 8)
+    slots.settled()
+    slots.begin(2, 16)
+    slots.forget()
+    slots.settled()  # of what was forgotten
+    assert _open(memory, values).restore(None) is None
+    assert "memory slots are not used: no rank holds a complete one" in caplog.text
+    slots.begin(3, 24)
+    slots.settled()
+    assert _open(memory, values).restore(None) is not None
+
+
+def test_an_error_behind_training_reaches_it(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = _open(memory, torch.ones(100), is_behind=True)
+    slots.begin(1, 8)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(slots, "_finish", fail)
+    slots.settled()
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        slots.begin(2, 16)
