@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
 # Largest relative error of a conversion from fp32. The interpreter cuts bf16 off; a GPU rounds to
 # the nearest, with half the error.
 ROUNDING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-11}
+# Of a grid in two dimensions: every value of each, or both whole.
+WIDTHS = [False, pytest.param(True, marks=pytest.mark.slow)]
 SUMS = 1e-4  # absolute, of some hundred products accumulated in fp32
 
 

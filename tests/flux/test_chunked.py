@@ -309,14 +309,14 @@ def test_scattered_sums_are_those_of_all_ranks(world_size: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_gather_for_every_configuration_and_many_rows(world_size: int) -> None:
     pytest.importorskip("triton")
     _assert_right(run_ranks(_gathers, world_size, [1, 2, 7, 64, 301, 1030], AG_CONFIGS))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_scatter_for_every_configuration_and_many_rows(world_size: int) -> None:
     pytest.importorskip("triton")
     _assert_right(run_ranks(_scatters, world_size, [1, 2, 7, 64, 301, 1030], RS_CONFIGS))

@@ -152,8 +152,15 @@ def test_tiles_are_summed_over_ranks(world_size: int, scatter: bool) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize(
+    ("world_size", "scatter"),
+    [
+        (2, True),
+        (3, False),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(3, True, marks=pytest.mark.slow),
+    ],
+)
 def test_tiles_of_many_shapes_are_summed(world_size: int, scatter: bool) -> None:
     run_ranks(_sums, world_size, MANY, scatter, timeout_s=110)
 

@@ -63,7 +63,9 @@ def _mlp(rank: int, world_size: int, m: int) -> bool:
     return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize(("world_size", "m"), [(1, 4), (2, 4), (4, 7)])
+@pytest.mark.parametrize(
+    ("world_size", "m"), [(1, 4), (2, 4), (3, 7), pytest.param(4, 7, marks=pytest.mark.slow)]
+)
 def test_a_whole_graph_equals_eager_calls(world_size: int, m: int) -> None:
     assert run_ranks(_mlp, world_size, m) == [True] * world_size
 
@@ -90,7 +92,7 @@ def _dynamic(rank: int, world_size: int) -> list[list[int]]:
 
 
 def test_rows_may_be_symbolic() -> None:
-    for wrong, (graphs,) in run_ranks(_dynamic, 4):
+    for wrong, (graphs,) in run_ranks(_dynamic, 2):
         assert wrong == []
         assert graphs == 1
 

@@ -28,6 +28,7 @@ from tests.flux.shared_arena import SharedArena, interpret_kernels
 
 pytestmark = pytest.mark.full  # processes and the interpreter: half a minute together
 
+SLOW = pytest.mark.slow
 IN, FFN, PASSES = 16, 32, 3  # FFN of a rank
 BF16 = 3e-2  # a chain of three products, each rounded
 
@@ -103,6 +104,14 @@ def test_forward_and_backward_by_kernels(mode: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mode", ["chunked", "fused", "auto"])
-def test_forward_and_backward_for_any_rows(mode: str) -> None:
-    _assert_right(3, mode, (12, 7, 1))
+@pytest.mark.parametrize(
+    ("mode", "rows"),
+    [
+        ("chunked", (12, 1)),
+        ("fused", (12, 1)),
+        ("auto", (7, 1)),
+        *(pytest.param(mode, (12, 7, 1), marks=SLOW) for mode in ("chunked", "fused", "auto")),
+    ],
+)
+def test_forward_and_backward_for_any_rows(mode: str, rows: tuple[int, ...]) -> None:
+    _assert_right(3, mode, rows)
