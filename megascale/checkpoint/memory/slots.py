@@ -9,10 +9,9 @@ Invariant: no slot of a save that is complete on all ranks is written before a l
 complete on all ranks. So, wherever ranks are killed, the ranks together hold one whole save: at
 worst the one before that which was being made. Copies are kept by the same rule.
 
-Measured with 4 ranks on 2 busy cores: a save of 64 MiB a rank takes 11 ms to copy and 95 ms to hash,
-exchange and meet (1 MiB: 0.3 and 10 ms); finding and checking one 70 ms, with a lost node 150 ms.
-On a GPU the device is held up by the copy alone; the rest goes on behind training, until the save
-after it.
+Measured with 4 ranks on 2 busy cores: a save of 64 MiB a rank takes 11 ms to copy, and 95 ms to
+hash, exchange and meet (1 MiB: 0.3 and 10 ms); finding and checking one takes 70 ms, with a lost
+node 150 ms. On a GPU the device is held up by the copy alone; the rest goes on behind training.
 """
 
 from __future__ import annotations
