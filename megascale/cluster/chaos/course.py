@@ -117,8 +117,8 @@ class Course:
             self.hits.append((fault, None, line))
             self.say(f"fault {fault.number} {fault.kind}: {line.wrong}")
             return
-        if kind.aims != "rank" and hit.node is not None:
-            line.target = hit.node
+        if kind.aims == "node" or (kind.names == "node" and hit.node is not None):
+            line.target = hit.node or line.target
         deadline_s = time.monotonic() + fault.within_s
         while time.monotonic() < deadline_s and not self._is_over(fault, hit):
             time.sleep(LOOK_S)

@@ -18,6 +18,9 @@ from megascale.errors import LaunchError
 
 WAIT_S = 60.0  # for a checkpoint, a start of an epoch, a second driver's answer
 LOOK_S = 0.005
+GROUP_SEEN_S = (
+    3.0  # until the agent knows the rank's cgroup, which elsewhere is there from the start
+)
 
 
 @dataclass
@@ -101,6 +104,7 @@ def oom_kill(job: LiveJob, target: Target) -> Hit:
     limit = int(target.options["megabytes"]) << 20
     group.limit_memory(limit)
     group.take([process.identity[0]])
+    time.sleep(GROUP_SEEN_S)
     hit.at_s = time.monotonic()
     hit.order = job.order("touch", [_rank(target)], megabytes=target.options["megabytes"] * 2)
     return hit

@@ -3,9 +3,11 @@ are compared with."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from megascale.cluster.backends.namespaces import Namespaces, free_subnet, gateway
 from megascale.cluster.chaos import report
@@ -36,6 +38,36 @@ def chaos(
         config.mesh(schedule.job.nodes * schedule.job.procs_per_node)
     if folder.exists():
         raise LaunchError(f"{folder} exists; chaos starts in a new folder: --run-dir ANOTHER")
+    with _interruptible():
+        return _run(schedule, recipe, overrides, folder, compare=compare, say=say)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Signals that end programs become an error, so that everything is undone on the way out."""
+
+    def end(signum: int, _frame: FrameType | None) -> None:
+        for signal_ in old:
+            signal.signal(signal_, signal.SIG_IGN)
+        raise LaunchError(f"ended by {signal.Signals(signum).name}; what was started is ended too")
+
+    old = {s: signal.signal(s, end) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for signum, handler in old.items():
+            signal.signal(signum, handler)
+
+
+def _run(
+    schedule: Schedule,
+    recipe: Path,
+    overrides: list[str],
+    folder: Path,
+    *,
+    compare: bool,
+    say: Say,
+) -> report.Result:
     done = [
         _job(schedule, plan, recipe, tuple(overrides), folder / f"job-{number}", say)
         for number, plan in enumerate(schedule.jobs, 1)

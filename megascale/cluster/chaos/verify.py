@@ -9,7 +9,6 @@ ledger   its kinds sum to the time booked, and that to the wall clock
 
 from __future__ import annotations
 
-import hashlib
 import json
 import socket
 import time
@@ -131,11 +130,9 @@ def check_orphans(run_dir: Path, ports: Iterable[tuple[str, int]]) -> Check:
     wrong = [f"pid {pid} of {mark}" for mark, pids in left.items() for pid in pids]
     ports = sorted(ports)
     wrong += [f"{host}:{port} still listens" for host, port in ports if _listens(host, port)]
-    names = {*register["machines"], *register["past"]}
-    wrong += [
-        f"{page} is left" for name in sorted(names) if (page := _pages(run_dir, name)).exists()
-    ]
-    return Check("orphans", tuple(wrong[:10]), f"{len(names)} nodes, {len(ports)} ports")
+    wrong += [f"{page} is left" for page in _pages(run_dir)]
+    nodes = {*register["machines"], *register["past"]}
+    return Check("orphans", tuple(wrong[:10]), f"{len(nodes)} nodes, {len(ports)} ports")
 
 
 def check_closed(journal: Journal) -> Check:
@@ -174,7 +171,10 @@ def _listens(host: str, port: int) -> bool:
         return probe.connect_ex((host, port)) == 0
 
 
-def _pages(run_dir: Path, node: str) -> Path:
-    """Where the agent of `node` keeps its ranks' progress pages (`agent/ledger.py`)."""
-    key = hashlib.sha256(f"{run_dir.resolve()}\0{node}".encode()).hexdigest()[:16]
-    return Path("/dev/shm") / f"megascale-{key}"
+def _pages(run_dir: Path) -> list[Path]:
+    """Folders of progress pages that agents of the run have written down and not taken away."""
+    found: list[Path] = []
+    for record in sorted((run_dir / "agents").glob("*/processes.json")):
+        pages = Path(json.loads(record.read_text())["pages"])
+        found += pages.parent.glob(pages.name + "*")
+    return found

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from megascale.cluster.backends import processes
 from megascale.cluster.chaos.run import chaos
 from megascale.errors import ConfigError, LaunchError
 from tests.train.harness import TINY
@@ -54,6 +59,25 @@ def test_a_killed_rank_a_second_driver_and_a_killed_driver(tmp_path: Path) -> No
     checks = {check.name for job in result.jobs for check in job.checks}
     assert checks == {"loss", "samples", "orphans", "closed", "ledger"}
     assert len([line for line in said if "over after" in line]) == 3
+
+
+@pytest.mark.full
+def test_nothing_is_left_where_it_is_ended_in_the_middle(tmp_path: Path) -> None:
+    schedule, recipe = _written(tmp_path, "kind = 'kill'\nat_s = 1000")
+    run = tmp_path / "run"
+    words = [word for setting in SETTINGS for word in ("--set", setting)]
+    command = ["chaos", str(schedule), str(recipe), "--run-dir", str(run), *words]
+    process = subprocess.Popen([sys.executable, "-m", "megascale", *command])
+    try:
+        while not (run / "job-1" / "metrics.jsonl").exists():
+            assert process.poll() is None, "it ended by itself"
+            time.sleep(0.1)
+    finally:
+        process.terminate()
+        code = process.wait(60.0)
+    assert code == LaunchError.exit_code
+    job = json.loads((run / "job-1" / "backend" / "local.json").read_text())["job"]
+    assert processes.members(f"{job}/") == {}
 
 
 def test_nothing_starts_where_something_is_wrong(tmp_path: Path) -> None:
