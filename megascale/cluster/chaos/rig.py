@@ -4,7 +4,7 @@
     RUN/chaos/next_agent.json       {"selfcheck_fault": "gemm"}: taken by the next agent that starts
     RUN/chaos/hosts/HOST/
         devices.json                in place of NVML (`agent/device_child.py`)
-        sys/class/infiniband/...    a replayed port; sys/class/net is the machine's own
+        sys/class/infiniband/...    a replayed port; sys/class/net and sys/fs are the machine's
         kmsg                        in place of /dev/kmsg
         clock_s                     how far the agent's wall clock is put forward
 
@@ -74,9 +74,9 @@ class Host:
             devices = [{"name": name, "uuid": name.replace(" ", "-"), **_GPU} for name in names]
             _replace(self.devices, json.dumps({"devices": devices, "xids": [], "hang": []}))
         (self.sys / "class").mkdir(parents=True, exist_ok=True)
-        net = self.sys / "class" / "net"
-        if not net.is_symlink():
-            net.symlink_to("/sys/class/net")
+        for name in ("class/net", "fs"):  # the machine's own
+            if not (self.sys / name).is_symlink():
+                (self.sys / name).symlink_to(f"/sys/{name}")
         for name, text in _PORT_FILES.items():
             file = self.sys / "class" / "infiniband" / "mlx5_0" / name
             if not file.exists():

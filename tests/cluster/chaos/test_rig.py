@@ -41,6 +41,7 @@ def test_a_port_goes_down_and_up(tmp_path: Path) -> None:
     host.make()
     nics = Nics(host.sys)
     ports = {nic.name: nic for nic in nics.read()}
+    assert (host.sys / "fs").samefile("/sys/fs"), "where the memory of a rank is counted"
     assert ports[PORT].up
     assert ports[PORT].settings["rate"] == "400 Gb/sec (4X NDR)"
     host.write_port("ports/1/state", "1: DOWN")
