@@ -22,7 +22,7 @@ class Line:
     """Seconds are since the injection; None: it did not happen.
 
     noticed_s  an incident was opened      decided_s  the ranks were stopped, or a node sent away
-    named_s    the cause was judged        checked_s  the last self-check before the restart
+    named_s    whom and why was said       checked_s  the last self-check before the restart
     started_s  the next epoch              first_s    its first step; new_s: the first new step
     flaps      nodes that were thought silent and were not, beside what the fault is about
     closing    how the incident was closed, the one time
@@ -212,7 +212,7 @@ def _name(line: Line, story: Story, after: Any) -> None:
     if judged:
         turn, fault = judged[0]
         line.cause, ranks, nodes = fault.kind, fault.ranks, fault.nodes
-        line.named_s = after(turn)
+        line.named_s = after(_first_sign(story, fault) or turn)
     elif incidents:
         wanted = [one for one in incidents.values() if one.cause in story.kind.causes]
         incident = (wanted or list(incidents.values()))[0]
@@ -266,6 +266,14 @@ def _complaints(line: Line, story: Story) -> list[str]:
     if kind.outcome != "stop" and last is not None and last.phase == "failed":
         found.append(f"the job failed: {last.report}")
     return found
+
+
+def _first_sign(story: Story, fault: Fault) -> Turn | None:
+    """The turn in which the fault that was judged in the end was said first."""
+    for turn in story.turns:
+        if turn.job.recovery is not None and fault in turn.job.recovery.faults:
+            return turn
+    return None
 
 
 def _first(story: Story, cause: str) -> Turn | None:

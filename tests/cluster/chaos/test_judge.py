@@ -87,6 +87,7 @@ def test_a_killed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = _judge("kill", hit, job.turns())
     assert line.wrong == ""
     assert (line.noticed_s, line.decided_s, line.started_s) == (0.5, 0.5, line.checked_s)
+    assert line.named_s == 0.5, "when it was said, not when all had stopped"
     assert line.new_s == pytest.approx((line.started_s or 0.0) + 5.0)
     assert line.first_s == pytest.approx((line.started_s or 0.0) + 4.0)
     assert (line.cause, line.right, line.restarts) == ("signal", True, 1)
