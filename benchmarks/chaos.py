@@ -15,7 +15,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -146,13 +145,15 @@ def main() -> None:
 
 
 def measure(schedule: Path, recipe: Path, output: Path) -> int:
-    """Run a schedule and append its rows; the exit code of `megascale chaos`."""
+    """Run a schedule and append its rows; the exit code of `megascale chaos`.
+
+    Its run folder stays in runs/chaos: what went wrong is to be read there.
+    """
     origin = _origin()
-    with tempfile.TemporaryDirectory() as folder:
-        words = ["chaos", str(schedule), str(recipe), "--json", "--run-dir", f"{folder}/run"]
-        done = subprocess.run(
-            [sys.executable, "-m", "megascale", *words], stdout=subprocess.PIPE, check=False
-        )
+    words = ["chaos", str(schedule), str(recipe), "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megascale", *words], stdout=subprocess.PIPE, check=False
+    )
     if not done.stdout:
         return done.returncode or 1
     result = json.loads(done.stdout)
