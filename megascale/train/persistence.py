@@ -182,9 +182,10 @@ class Persistence:
 
     def _remember(self, step: int, path: Path) -> None:
         """Written beside the checkpoints' folder, which may be another storage that goes away."""
-        record = {"step": step, "name": path.name}
+        record = json.dumps({"step": step, "name": path.name}).encode() + b"\n"
         try:
-            write_durably(self._last_file, json.dumps(record).encode() + b"\n")
+            if not self._last_file.exists() or self._last_file.read_bytes() != record:
+                write_durably(self._last_file, record)
         except OSError as error:
             logger.warning("%s was not written: %s", self._last_file, error)
 
