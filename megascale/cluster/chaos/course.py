@@ -45,21 +45,19 @@ class Course:
         self.hits: list[tuple[Planned, Hit | None, Line]] = []
 
     def run(self, faults: list[Planned], done: Done) -> None:
-        self.live.start_driver()
-        self._await_step(self.schedule.job.first_step, FIRST_STEP_S)
-        began_s = time.monotonic()
-        for fault in faults:
-            if self._job_is_over:
-                line = Line(fault.number, fault.kind, "", 0.0, wrong="the job was over before it")
-                self.hits.append((fault, None, line))
-                continue
-            self._await_turn(fault, began_s)
-            self._do(fault, began_s)
-        if self.schedule.job.duration_s is not None:
-            self._sleep_until(began_s + self.schedule.job.duration_s)
-        elif not self._job_is_over:
-            with suppress(LaunchError):
-                self._await_step(self._newest + self.schedule.job.gap_steps, 60.0)
+        """All of `faults`; what came of each is in `done`, whatever came between."""
+        why = "the job was over before it"
+        try:
+            self._have(faults)
+        except MegascaleError as error:
+            why = f"chaos could not go on: {error}"
+            self.say(why)
+        tried = {fault.number for fault, _, _ in self.hits}
+        self.hits += [
+            (fault, None, Line(fault.number, fault.kind, "", 0.0, wrong=why))
+            for fault in faults
+            if fault.number not in tried
+        ]
         self.live.note_ports()
         self.live.end()
         self.journal.read()
@@ -68,6 +66,21 @@ class Course:
         done.ettr = job.ledger.ettr if job else None
         done.newest_step = max((row["step"] for row in read_metrics(done.folder)), default=0)
         done.ports = self.live.ports
+
+    def _have(self, faults: list[Planned]) -> None:
+        self.live.start_driver()
+        self._await_step(self.schedule.job.first_step, FIRST_STEP_S)
+        began_s = time.monotonic()
+        for fault in faults:
+            if self._job_is_over:
+                return
+            self._await_turn(fault, began_s)
+            self._do(fault, began_s)
+        if self.schedule.job.duration_s is not None:
+            self._sleep_until(began_s + self.schedule.job.duration_s)
+        elif not self._job_is_over:
+            with suppress(LaunchError):
+                self._await_step(self._newest + self.schedule.job.gap_steps, 60.0)
 
     # ------------------------------------------------------------ waiting
 

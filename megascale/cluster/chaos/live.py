@@ -107,9 +107,7 @@ class LiveJob:
 
     def end(self) -> int | None:
         """Ask the job to stop, wait, end by force what is left; the driver's exit code."""
-        for act in reversed(self.undo):
-            act()
-        self.undo.clear()
+        self.undo_all()
         if self.driver.poll() is None:
             status, _ = self.call("POST", "/v1/stop")
             if status != 200:
@@ -117,6 +115,14 @@ class LiveJob:
             with suppress(subprocess.TimeoutExpired):
                 self.driver.wait(END_S)
         return self.driver.poll()
+
+    def undo_all(self) -> None:
+        """Thaw what is frozen, remove cgroups; what cannot be undone is told."""
+        while self.undo:
+            try:
+                self.undo.pop()()
+            except LaunchError as error:
+                print(f"chaos: {error}", file=sys.stderr)
 
     def end_by_force(self) -> None:
         """Whatever is left of this job, also after an error of chaos itself."""

@@ -38,18 +38,21 @@ def chaos(
         config.mesh(schedule.job.nodes * schedule.job.procs_per_node)
     if folder.exists():
         raise LaunchError(f"{folder} exists; chaos starts in a new folder: --run-dir ANOTHER")
-    with _interruptible():
-        return _run(schedule, recipe, overrides, folder, compare=compare, say=say)
+    try:
+        with _interruptible():
+            return _run(schedule, recipe, overrides, folder, compare=compare, say=say)
+    except KeyboardInterrupt as signal_:
+        raise LaunchError(f"ended by {signal_}; what was started is ended too") from None
 
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Signals that end programs become an error, so that everything is undone on the way out."""
+    """Signals that end programs become an exception: everything is undone on the way out."""
 
     def end(signum: int, _frame: FrameType | None) -> None:
         for signal_ in old:
             signal.signal(signal_, signal.SIG_IGN)
-        raise LaunchError(f"ended by {signal.Signals(signum).name}; what was started is ended too")
+        raise KeyboardInterrupt(signal.Signals(signum).name)
 
     old = {s: signal.signal(s, end) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
@@ -139,8 +142,7 @@ def _job(
         try:
             Course(schedule, live, say).run(todo, done)
         finally:
-            for act in reversed(live.undo):
-                act()
+            live.undo_all()
             live.end_by_force()
     return done
 
