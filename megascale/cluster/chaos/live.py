@@ -130,7 +130,7 @@ class LiveJob:
             if process.poll() is None:
                 process.kill()
                 process.wait(10.0)
-        if not (self.spec.folder / "backend" / "local.json").exists():
+        if not self.has_machines:
             return
         deadline_s = time.monotonic() + 10.0
         while (left := self.members()) and time.monotonic() < deadline_s:
@@ -176,12 +176,19 @@ class LiveJob:
         with suppress(OSError, ValueError, KeyError):
             address = json.loads((self.spec.folder / "driver" / "address.json").read_text())
             self.ports.add((address["host"], int(address["port"])))
+        if not self.has_machines:
+            return
         for pid in [pid for pids in self.members().values() for pid in pids]:
             variables = _environ(pid)
             if "MASTER_PORT" in variables:
                 self.ports.add((variables["MASTER_ADDR"], int(variables["MASTER_PORT"])))
 
     # ------------------------------------------------------------ its processes
+
+    @property
+    def has_machines(self) -> bool:
+        """Whether the backend has ever had any."""
+        return (self.spec.folder / "backend" / "local.json").exists()
 
     def register(self) -> dict[str, Any]:
         """What the backend has written down."""

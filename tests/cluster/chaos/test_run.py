@@ -92,6 +92,17 @@ def test_nothing_starts_where_something_is_wrong(tmp_path: Path) -> None:
     assert not list(folder.iterdir())
 
 
+@pytest.mark.full
+def test_a_job_that_does_not_start_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+    schedule, recipe = _written(tmp_path, "kind = 'kill'", "kind = 'exception'")
+    broken = [*SETTINGS, "data.synthetic=false", "data.path=/nowhere"]
+    result = chaos(schedule, recipe, broken, folder=tmp_path / "run", say=lambda _text: None)
+    assert not result.ok
+    assert [line.kind for line in result.lines] == ["kill", "exception"]
+    assert all("chaos could not go on" in line.wrong for line in result.lines)
+    assert "exited 3" in result.text()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
 def test_every_kind_once(tmp_path: Path) -> None:
