@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megascale.cluster import recovery
@@ -36,9 +37,10 @@ def rank_exited(turn: Turn, event: RankExited) -> None:
     step = job.epoch_step if event.step is None else event.step
     nodes = job.nodes_of((event.rank,))
     turn.say(f"rank {event.rank} exited {event.code}: {text}")
-    recovery.fail(
-        turn, Fault(kind, nodes, (event.rank,), step, text, code=event.code, signal=event.signal)
-    )
+    fault = Fault(kind, nodes, (event.rank,), step, text, code=event.code, signal=event.signal)
+    if kind == "replicas_differ":  # who says so is as likely well as sick
+        fault = replace(fault, nodes=(), certain=False)
+    recovery.fail(turn, fault)
 
 
 def _all_exited(turn: Turn) -> None:

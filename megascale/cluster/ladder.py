@@ -33,6 +33,7 @@ HARDWARE = (
     "ecc_uncorrected",
     "device_lost",
     "device",
+    "machine_check",
     "nic",
     "selfcheck",
 )
@@ -86,6 +87,8 @@ def kind_of(kind: str, code: int | None, message: str) -> str:
     """The kind of an exit: what its code says, and "network" for one that misses a peer."""
     if kind in ("exception", "exit", "launch"):
         kind = _KIND_OF_CODE.get(code or 0, kind)
+    if kind == "numerical" and "data-parallel replicas" in message:
+        return "replicas_differ"
     if kind == "exception" and _PEER_LOST.search(message):
         return "network"
     return kind if kind in RUNGS else "exit"
@@ -97,8 +100,8 @@ def is_asked_for(signal: str | None) -> bool:
 
 
 def primary(faults: Sequence[Fault]) -> Fault:
-    """The sign that explains the others: highest row, then the first to arrive."""
-    return min(faults, key=lambda fault: _ORDER.get(fault.kind, len(_ORDER)))
+    """The sign that explains the others: highest row, then certain, then the first to arrive."""
+    return min(faults, key=lambda one: (_ORDER.get(one.kind, len(_ORDER)), not one.certain))
 
 
 def judge(job: JobState, recovery: Recovery) -> Verdict:
@@ -168,7 +171,7 @@ def _lost(case: _Case) -> Verdict:
 
 def _replicas(case: _Case) -> Verdict:
     evict = tuple((name, case.told, True) for name in case.fault.nodes)
-    if len(case.fault.nodes) >= len(case.job.holders):
+    if not case.fault.certain or len(case.fault.nodes) >= len(case.job.holders):
         return Verdict(case.fault.kind, f"{case.told}; no majority", check=case.everybody)
     return Verdict(case.fault.kind, case.told, evict, newest_step=case.fault.agreed_step)
 

@@ -1,34 +1,31 @@
-"""Who is asked what was seen: a row a detector of `telemetry/diagnose/`, once a second at most.
+"""Who is asked what was seen: a method a detector of `telemetry/diagnose/`, once a second at most.
 
-Detectors are pure; what they need from the heartbeats is put together here. Their modules are
-imported at the first use, and one that is absent is passed over.
+Detectors are pure functions over tables; here the heartbeats become those tables. What they find is
+an event for `decide`, which acts on what is certain and has a rung in `ladder.py`.
 """
 
 from __future__ import annotations
 
-import importlib
-import logging
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache
-from typing import Any
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
 
 from megascale.cluster.driver.digest import Digest
+from megascale.cluster.driver.losses import Losses
+from megascale.cluster.driver.ports import Ports
 from megascale.cluster.driver.program import Groups, Program
 from megascale.cluster.job import JobState
-from megascale.cluster.transitions import Event
+from megascale.cluster.messages import Noticed
+from megascale.cluster.transitions import Event, Found
 from megascale.telemetry.diagnose.finding import Finding
+from megascale.telemetry.diagnose.hang import RankView, localise
+from megascale.telemetry.diagnose.numerics import loss_spike, nonfinite
+from megascale.telemetry.diagnose.replicas import differing_replicas
+from megascale.telemetry.diagnose.straggler import Window, stragglers, window
 
-_log = logging.getLogger(__name__)
-
-
-@cache
-def load(module: str, name: str) -> Callable[..., Any] | None:
-    """A function of `telemetry/diagnose/MODULE.py`; None where there is none."""
-    try:
-        return getattr(importlib.import_module(f"megascale.telemetry.diagnose.{module}"), name)
-    except (ImportError, AttributeError):
-        _log.info("there is no detector %s.%s", module, name)
-        return None
+KEPT_WINDOWS = 10
 
 
 def localise_hang(
@@ -39,39 +36,138 @@ def localise_hang(
     now_s: float,
 ) -> Finding:
     """Who holds the others up; the suspects themselves where nothing tells them apart."""
-    localise, view = load("hang", "localise"), load("hang", "RankView")
-    if localise is None or view is None:
-        return Finding("hang", suspects, {"rule": "past their deadline"}, certain=False)
     views = {}
     for rank, seen in digest.ranks.items():
         report, progress = seen.report, seen.report.progress
-        known: dict[str, Any] = {
-            "epoch": report.epoch,
-            "age_s": seen.age_s(now_s),
-            "os_state": report.os_state,
-            "alive": report.state != "exited",
-        }
+        view = RankView(
+            epoch=report.epoch,
+            age_s=seen.age_s(now_s),
+            os_state=report.os_state,
+            alive=report.state != "exited",
+        )
         if progress is not None:
-            known |= {
-                "epoch": progress.epoch,
-                "step": progress.step,
-                "phase": progress.phase,
-                "micro_batch": progress.micro_batch,
-                "chunk": progress.chunk,
-                "group_id": progress.group_id,
-                "seq": progress.seq,
-                "completed_step": progress.completed_step,
-            }
-        views[rank] = view(**known)
-    finding: Finding = localise(views, groups, dict(stacks))
-    return finding
+            view = replace(
+                view,
+                epoch=progress.epoch,
+                step=progress.step,
+                phase=progress.phase,
+                micro_batch=progress.micro_batch,
+                chunk=progress.chunk,
+                group_id=progress.group_id,
+                seq=progress.seq,
+                completed_step=progress.completed_step,
+            )
+        views[rank] = view
+    finding = localise(views, groups, dict(stacks))
+    return finding if finding.ranks else replace(finding, ranks=suspects, certain=False)
 
 
 class Detectors:
-    """Remembers what was handed over already."""
+    """Remembers, within an epoch, what was handed over and what was said already."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
+        self._ports = Ports()
+        self._losses = Losses(program.run_dir / "metrics.jsonl")
+        self._begin(None)
+
+    def _begin(self, epoch: int | None) -> None:
+        self._epoch = epoch
+        self._windows: deque[Window] = deque(maxlen=KEPT_WINDOWS)
+        self._next_step: int | None = None
+        self._said: set[tuple[str, int | None]] = set()
+        self._digests: dict[int, dict[int, Mapping[str, str]]] = {}
+        self._losses.skip()
 
     def look(self, digest: Digest, job: JobState) -> Iterator[Event]:
-        yield from ()
+        """What is new. A finding of one kind and step is said once."""
+        if digest.epoch != self._epoch:
+            self._begin(digest.epoch)
+        groups = self._program.groups(job.world_size)
+        findings = [
+            *self._noticed(digest.take_noticed(), groups, job),
+            *self._stragglers(digest, groups, job),
+            *self._spikes(job),
+            *self._ports.look(digest.take_nics(), job, digest.step),
+        ]
+        for finding in findings:
+            if (finding.kind, finding.step) not in self._said:
+                self._said.add((finding.kind, finding.step))
+                yield Found(finding)
+
+    # ------------------------------------------------------------ a method a detector
+
+    def _noticed(
+        self, noticed: list[tuple[int, Noticed]], groups: Groups, job: JobState
+    ) -> Iterator[Finding]:
+        """The trainers' own incidents. One that is not finite is theirs to skip or to stop for:
+        here it is told and no more (`nonfinite_step` has no rung)."""
+        bad: dict[int, list[tuple[int, Mapping[str, object]]]] = {}
+        for rank, one in noticed:
+            if one.name == "nonfinite" and one.step is not None:
+                bad.setdefault(rank, []).append((one.step, one.detail))
+            if one.name == "replicas_differ":
+                digests = one.detail.get("digests")
+                if isinstance(digests, dict) and one.step is not None:
+                    told = {str(bucket): str(value) for bucket, value in digests.items()}
+                    self._digests.setdefault(one.step, {})[rank] = told
+        found = nonfinite(bad, job.world_size)
+        if found is not None:
+            yield replace(found, kind="nonfinite_step", certain=False)
+        for step, digests_of in list(self._digests.items()):
+            if len(digests_of) == job.world_size:
+                del self._digests[step]
+                differing = differing_replicas(digests_of, groups.get("data", ()), step)
+                if differing is not None:
+                    yield differing
+
+    def _stragglers(self, digest: Digest, groups: Groups, job: JobState) -> Iterator[Finding]:
+        """A window whenever all ranks have told of so many steps more."""
+        cluster, world_size = job.policy.cluster, job.world_size
+        if digest.step is None or len(digest.ranks) < world_size:
+            return
+        if self._next_step is None:
+            self._next_step = digest.step + 1  # the first steps are slow for other reasons
+        last = self._next_step + cluster.straggler_window - 1
+        if digest.step < last:
+            return
+        steps = range(self._next_step, last + 1)
+        self._next_step = last + 1
+        times_SR = np.full((len(steps), world_size), np.nan)
+        for rank in range(world_size):
+            for step, computed_ns in digest.ranks[rank].computed_ns:
+                if step in steps:
+                    times_SR[step - steps.start, rank] = computed_ns
+        stage_R = _stages(groups, world_size)
+        self._windows.append(window(times_SR, stage_R, last))
+        if len(self._windows) < cluster.straggler_windows:
+            return
+        found = stragglers(list(self._windows), stage_R, window_steps=cluster.straggler_window)
+        if found is None:
+            return
+        share = found.evidence["share"]
+        slow = tuple(r for r in found.ranks if share[str(r)] >= cluster.straggler_share)
+        if slow:
+            yield replace(found, ranks=slow)
+        else:  # told and no more: it has no rung
+            yield replace(found, kind="slow_rank", certain=False)
+
+    def _spikes(self, job: JobState) -> Iterator[Finding]:
+        """A jump of the loss: an alert, or a fault where it is `cluster.loss_spike` or more."""
+        least = job.policy.cluster.loss_spike
+        for step, losses in self._losses.new():
+            if not least:
+                continue
+            found = loss_spike(losses, step)
+            if found is not None:
+                above = losses[-1] - float(found.evidence["median"])
+                yield replace(found, certain=found.certain and not above < least)
+
+
+def _stages(groups: Groups, world_size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Pipeline stage of each rank; one stage where there is no pipeline."""
+    stage_R = np.zeros(world_size, dtype=np.int64)
+    for members in groups.get("pipeline", ()):
+        for stage, rank in enumerate(members):
+            stage_R[rank] = stage
+    return stage_R

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import signal
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 from megascale.cluster.driver.hardware import Hardware
 from megascale.cluster.driver.progress import SAVING, RankAge
 from megascale.cluster.job import JobState
-from megascale.cluster.messages import Heartbeat, Noticed, RankReport, StepSums
+from megascale.cluster.messages import Heartbeat, NicReport, Noticed, RankReport
 from megascale.cluster.transitions import (
     Event,
     NodeHeard,
@@ -23,18 +23,22 @@ from megascale.cluster.transitions import (
     RanksStarted,
     StepReached,
 )
+from megascale.telemetry.diagnose.straggler import compute_ns
 
-KEPT_STEPS = 512  # sums of each rank, for the detectors
+KEPT_STEPS = 128  # of each rank, for the detectors
 
 
 @dataclass
 class RankSeen:
-    """The newest word of a rank, and when it came, by the driver's clock."""
+    """The newest word of a rank, and when it came, by the driver's clock.
+
+    computed_ns  (step, time that it spent computing) of its newest steps
+    """
 
     report: RankReport
     at_s: float
     finished: int | None = None
-    sums: deque[StepSums] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+    computed_ns: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
 
     def age_s(self, now_s: float) -> float:
         progress = self.report.progress
@@ -49,6 +53,7 @@ class Digest:
         self.epoch: int | None = None
         self.ranks: dict[int, RankSeen] = {}
         self.noticed: list[tuple[int, Noticed]] = []
+        self._nics: dict[str, Sequence[NicReport]] = {}
         self._hardware = Hardware()
         self._told_exits: set[int] = set()
         self._started = False
@@ -65,6 +70,8 @@ class Digest:
         if node is not None and node.state == "suspect":
             yield NodeHeard(heartbeat.node)
         yield from self._hardware.look(heartbeat)
+        if heartbeat.nics:
+            self._nics[heartbeat.node] = heartbeat.nics
         reports = [r for r in heartbeat.ranks if r.epoch == self.epoch]
         first = heartbeat.first_failed
         for report in sorted(reports, key=lambda one: (one.rank != first, one.rank)):
@@ -93,8 +100,9 @@ class Digest:
             self._step = step
             yield StepReached(self.epoch, step, saved_s)
 
-    def ages(self, now_s: float) -> list[RankAge]:
-        """Of the ranks that run."""
+    def ages(self) -> list[RankAge]:
+        """Of the ranks that run, as their last heartbeat told: what a silent node's ranks do is
+        not known, and its silence is judged apart."""
         found = []
         for rank, seen in self.ranks.items():
             report = seen.report
@@ -105,8 +113,8 @@ class Digest:
                     rank=rank,
                     phase=report.progress.phase if report.progress else None,
                     step=report.progress.step if report.progress else None,
-                    age_s=seen.age_s(now_s),
-                    uptime_s=report.uptime_s + max(0.0, now_s - seen.at_s),
+                    age_s=report.progress.age_s if report.progress else report.uptime_s,
+                    uptime_s=report.uptime_s,
                     has_stepped=seen.finished is not None and self._step is not None,
                 )
             )
@@ -115,6 +123,16 @@ class Digest:
     @property
     def median_step_s(self) -> float | None:
         return median(self._durations_s) if self._durations_s else None
+
+    @property
+    def step(self) -> int | None:
+        """Newest step that all ranks of the epoch finished."""
+        return self._step
+
+    def take_nics(self) -> dict[str, Sequence[NicReport]]:
+        """The newest report of each node that sent one since the last call."""
+        nics, self._nics = self._nics, {}
+        return nics
 
     def take_noticed(self) -> list[tuple[int, Noticed]]:
         noticed, self.noticed = self.noticed, []
@@ -137,10 +155,10 @@ class Digest:
         if progress is not None and progress.phase == "checkpoint" and report.rank == 0:
             self._saved_s += min(progress.age_s, max(0.0, at_s - seen.at_s))
         seen.report, seen.at_s = report, at_s
-        newest = seen.sums[-1].step if seen.sums else 0
+        newest = seen.computed_ns[-1][0] if seen.computed_ns else 0
         for sums in report.steps:  # a heartbeat whose answer was lost comes with them again
             if sums.step > newest:
-                seen.sums.append(sums)
+                seen.computed_ns.append((sums.step, compute_ns(sums.phases)))
                 if sums.step > self._timed_step:
                     self._timed_step = sums.step
                     self._durations_s.append(sums.total_ns / 1e9)

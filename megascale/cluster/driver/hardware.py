@@ -30,6 +30,14 @@ FATAL_XIDS = {
     120: "error of the GPU's system processor",
     140: "unrecovered ECC error",
 }
+# Rules of the kernel's log (`agent/log_rules.py`) that speak of the machine -> kind.
+_KERNEL_RULES = {
+    "xid": "xid",
+    "ecc": "ecc_uncorrected",
+    "device_lost": "device_lost",
+    "machine_check": "machine_check",
+    "link": "nic_link",
+}
 SILENT_LIMIT = 5  # heartbeats in which NVML did not answer for a device
 
 
@@ -48,7 +56,7 @@ class Hardware:
         self._memory: dict[tuple[str, str], _Memory] = {}
 
     def look(self, heartbeat: Heartbeat) -> Iterator[HardwareSeen]:
-        if not heartbeat.devices and not heartbeat.nics and not heartbeat.ranks:
+        if not (heartbeat.devices or heartbeat.nics or heartbeat.ranks or heartbeat.log):
             return
         key = (heartbeat.node, heartbeat.incarnation)
         memory = self._memory.get(key)
@@ -61,6 +69,11 @@ class Hardware:
             ("unkillable", f"rank {rank.rank} (pid {rank.pid}) does not end", True)
             for rank in heartbeat.ranks
             if rank.state == "unkillable"
+        ]
+        signs += [
+            (_KERNEL_RULES[match.rule], match.line[:300], match.rule != "link")
+            for match in heartbeat.log
+            if match.rank is None and match.rule in _KERNEL_RULES
         ]
         for kind, detail, certain in signs:
             if certain and kind in memory.told:

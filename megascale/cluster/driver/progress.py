@@ -8,8 +8,8 @@
 | a step | `cluster.step_deadline_s`, or 5 times the median step where that is more |
 | `done` | none: the process is ending, and `cluster.save_deadline_s` bounds that |
 
-The age is that of the rank's last word: what the agent measured plus the time since it came. A
-blocking phase has its own deadline, so a long save is no hang; liveness of the node says nothing
+The age is that of the rank's last word, as the agent measured it for its last heartbeat. A blocking
+phase has its own deadline, so a long save is no hang; liveness of the node says nothing
 here, so a fresh heartbeat hides no hang.
 """
 

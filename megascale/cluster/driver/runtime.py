@@ -11,6 +11,7 @@ which train on meanwhile.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -97,6 +98,8 @@ class Driver:
         """The exit code of the job. Raises FencedDriverError where another driver took over."""
         self._hands = Hands(self.desk, self._make_backend(), self._program)
         give_back = False
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 50)  # heartbeats make no circles, and a full pass takes long
         try:
             self._begin()
             next_s = last_s = time.monotonic()

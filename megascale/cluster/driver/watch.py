@@ -47,7 +47,7 @@ class Watch:
             yield from self._localise(digest, job, now_s)
             return
         self._look = None
-        stall = find_stall(digest.ages(now_s), job.policy.cluster, digest.median_step_s)
+        stall = find_stall(digest.ages(), job.policy.cluster, digest.median_step_s)
         if stall is not None:
             yield HangSuspected(stall.ranks, stall.reason, stall.step)
             return
