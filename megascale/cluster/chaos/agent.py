@@ -42,11 +42,12 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--host-name", required=True)
     parser.add_argument("--run-dir", required=True, type=Path)
+    parser.add_argument("--driver", required=True)
     known, _ = parser.parse_known_args([word for word in arguments if word != AGAIN])
     rig = Rig(known.run_dir)
     host = rig.host(known.host_name)
     if AGAIN not in arguments:
-        host.make()
+        host.make(own_network="//127." not in known.driver)
         fault = rig.take_next(known.host_name).get("selfcheck_fault")
         more = {SELFCHECK_FAULT: fault} if fault else {}
         command = [sys.executable, "-m", "megascale.cluster.chaos.agent", AGAIN, *arguments]

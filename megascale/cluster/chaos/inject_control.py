@@ -91,9 +91,12 @@ def bad_spare(job: LiveJob, _target: Target) -> Hit:
     job.rig.next_agent.write_text(json.dumps({"selfcheck_fault": "memory"}))
     hit = Hit(time.monotonic())
     job.call("POST", "/v1/evict", {"node": spare, "reason": "chaos", "block": False})
-    taken = await_for(
-        lambda: sorted((job.rig.folder / "hosts").glob("*/taken.json")), "an agent that is bad"
-    )
+    try:
+        taken = await_for(
+            lambda: sorted((job.rig.folder / "hosts").glob("*/taken.json")), "an agent in its place"
+        )
+    finally:
+        job.rig.next_agent.unlink(missing_ok=True)
     host = taken[-1].parent.name
     taken[-1].unlink()
     machines = job.register()["machines"]

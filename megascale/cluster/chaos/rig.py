@@ -4,7 +4,8 @@
     RUN/chaos/next_agent.json       {"selfcheck_fault": "gemm"}: taken by the next agent that starts
     RUN/chaos/hosts/HOST/
         devices.json                in place of NVML (`agent/device_child.py`)
-        sys/class/infiniband/...    a replayed port; sys/class/net and sys/fs are the machine's
+        sys/class/infiniband/...    a replayed port; sys/fs is the machine's own, and in a
+                                    namespace sys/class/net too
         kmsg                        in place of /dev/kmsg
         clock_s                     how far the agent's wall clock is put forward
 
@@ -66,15 +67,19 @@ class Host:
     def clock(self) -> Path:
         return self.folder / "clock_s"
 
-    def make(self) -> None:
-        """Healthy, unless something is there already."""
+    def make(self, *, own_network: bool = False) -> None:
+        """Healthy, unless something is there already.
+
+        own_network  the agent is in a namespace, so that sysfs shows the links that ranks use;
+                     elsewhere they use loopback, and the machine's links carry what they like
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self.devices.exists():
             names = [f"{self.folder.name} GPU {index}" for index in range(NUM_GPUS)]
             devices = [{"name": name, "uuid": name.replace(" ", "-"), **_GPU} for name in names]
             _replace(self.devices, json.dumps({"devices": devices, "xids": [], "hang": []}))
         (self.sys / "class").mkdir(parents=True, exist_ok=True)
-        for name in ("class/net", "fs"):  # the machine's own
+        for name in ("class/net", "fs") if own_network else ("fs",):
             if not (self.sys / name).is_symlink():
                 (self.sys / name).symlink_to(f"/sys/{name}")
         for name, text in _PORT_FILES.items():

@@ -40,6 +40,8 @@ def test_a_port_goes_down_and_up(tmp_path: Path) -> None:
     host = Rig(tmp_path).host("node0")
     host.make()
     nics = Nics(host.sys)
+    assert [nic.name for nic in nics.read()] == [PORT], "not what other programs send"
+    host.make(own_network=True)
     ports = {nic.name: nic for nic in nics.read()}
     assert (host.sys / "fs").samefile("/sys/fs"), "where the memory of a rank is counted"
     assert ports[PORT].up
