@@ -49,6 +49,11 @@ class _Memory:
     told: set[str] = field(default_factory=set)
 
 
+def is_rdma(port: str) -> bool:
+    """Ports are named DEVICE/NUMBER, interfaces are not (`agent/nics.py`)."""
+    return "/" in port
+
+
 class Hardware:
     """Remembers the counters of each incarnation; a certain sign is told once."""
 
@@ -104,6 +109,8 @@ class Hardware:
 
     def _nics(self, memory: _Memory, nics: list[NicReport]) -> Iterator[tuple[str, str, bool]]:
         for nic in nics:
+            if not is_rdma(nic.name):
+                continue
             before = memory.nics.get(nic.name)
             memory.nics[nic.name] = (nic.up, nic.flaps)
             if before is None:

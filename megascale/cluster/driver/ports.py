@@ -1,4 +1,4 @@
-"""Network ports as the detectors want them: bytes a step, and settings, of all nodes."""
+"""RDMA ports as the detectors want them: bytes a step, and all ports' settings, of all nodes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megascale.cluster.driver.hardware import is_rdma
 from megascale.cluster.job import JobState
 from megascale.cluster.messages import NicReport
 from megascale.telemetry.diagnose.finding import Finding
@@ -36,7 +37,7 @@ class Ports:
                 if nic.settings and self._settings.get(node, {}).get(nic.name) != nic.settings:
                     self._settings.setdefault(node, {})[nic.name] = nic.settings
                     told = True
-                if step is not None and nic.counters:
+                if step is not None and nic.counters and is_rdma(nic.name):
                     samples = self._samples.setdefault((node, nic.name), deque(maxlen=SAMPLES))
                     samples.append((step, _bytes(nic)))
         ranks_of = {name: list(job.ranks_of(job.nodes[name])) for name in job.holders.values()}

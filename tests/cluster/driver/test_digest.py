@@ -139,7 +139,8 @@ def test_what_is_sick_for_certain_is_told_once_and_what_is_not_each_time() -> No
     assert ecc.kind == "ecc_uncorrected"
 
     def nic(*, up: bool, flaps: int) -> Heartbeat:
-        return beat("n0", nics=[{"name": "eth0", "up": up, "flaps": flaps}])
+        of = {"up": up, "flaps": flaps}
+        return beat("n0", nics=[{"name": "mlx5_0/1", **of}, {"name": "veth9", **of}])
 
     assert events(digest, state, 1.0, nic(up=True, flaps=2)) == [], "before the job"
     for up, flaps, count in ((False, 3, 1), (True, 3, 0), (True, 4, 1)):
