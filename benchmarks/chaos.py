@@ -101,7 +101,7 @@ def rows_of(result: dict[str, Any]) -> Iterator[Row]:
         handled = sum(fault["handled"] for fault in faults) / len(faults)
         row = _row("handled-without-a-person", "all", schedule, "share", round(handled, 4))
         yield {**row, **_whole(handled), "num_faults": len(faults)}
-    for name in ("loss", "samples", "orphans", "closed", "ledger"):
+    for name in ("loss", "samples", "orphans", "pages", "closed", "ledger"):
         checks = [job["checks"][name]["ok"] for job in result["jobs"] if name in job["checks"]]
         if checks:
             share = sum(checks) / len(checks)

@@ -59,7 +59,8 @@ def verify(
     checks = [check_samples(rows)]
     if reference is not None:
         checks.insert(0, check_loss(rows, read_metrics(reference), spoilt))
-    return [*checks, check_orphans(run_dir, ports), check_closed(journal), check_ledger(journal)]
+    left = [check_orphans(run_dir, ports), check_pages(run_dir)]
+    return [*checks, *left, check_closed(journal), check_ledger(journal)]
 
 
 def read_metrics(run_dir: Path) -> list[Row]:
@@ -130,9 +131,19 @@ def check_orphans(run_dir: Path, ports: Iterable[tuple[str, int]]) -> Check:
     wrong = [f"pid {pid} of {mark}" for mark, pids in left.items() for pid in pids]
     ports = sorted(ports)
     wrong += [f"{host}:{port} still listens" for host, port in ports if _listens(host, port)]
-    wrong += [f"{page} is left" for page in _pages(run_dir)]
     nodes = {*register["machines"], *register["past"]}
     return Check("orphans", tuple(wrong[:10]), f"{len(nodes)} nodes, {len(ports)} ports")
+
+
+def check_pages(run_dir: Path) -> Check:
+    """Folders of progress pages that agents of the run have written down and not taken away."""
+    records = sorted((run_dir / "agents").glob("*/processes.json"))
+    found: list[Path] = []
+    for record in records:
+        pages = Path(json.loads(record.read_text())["pages"])
+        found += pages.parent.glob(pages.name + "*")
+    wrong = tuple(f"{page} is left" for page in found)
+    return Check("pages", wrong, f"{len(records)} agents")
 
 
 def check_closed(journal: Journal) -> Check:
@@ -166,15 +177,11 @@ def check_ledger(journal: Journal) -> Check:
 
 
 def _listens(host: str, port: int) -> bool:
+    with socket.socket() as own:
+        try:
+            own.bind((host, 0))
+        except OSError:
+            return False  # the address went with its namespace; who answers there is not ours
     with socket.socket() as probe:
         probe.settimeout(1.0)
         return probe.connect_ex((host, port)) == 0
-
-
-def _pages(run_dir: Path) -> list[Path]:
-    """Folders of progress pages that agents of the run have written down and not taken away."""
-    found: list[Path] = []
-    for record in sorted((run_dir / "agents").glob("*/processes.json")):
-        pages = Path(json.loads(record.read_text())["pages"])
-        found += pages.parent.glob(pages.name + "*")
-    return found

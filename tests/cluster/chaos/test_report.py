@@ -27,7 +27,7 @@ def _line(number: int, kind: str, **changes: Any) -> Line:
 def _result(*lines: Line, schedule: str = "matrix", **checks: tuple[str, ...]) -> Result:
     found = [
         Check(name, checks.get(name, ()), "told")
-        for name in ("loss", "samples", "orphans", "closed", "ledger")
+        for name in ("loss", "samples", "orphans", "pages", "closed", "ledger")
     ]
     return Result(schedule, [JobResult("runs/job-1", list(lines), found, 0.981, 400)])
 

@@ -57,7 +57,7 @@ def test_a_killed_rank_a_second_driver_and_a_killed_driver(tmp_path: Path) -> No
     assert driver.readopted_s is not None
     assert driver.restarts == 0
     checks = {check.name for job in result.jobs for check in job.checks}
-    assert checks == {"loss", "samples", "orphans", "closed", "ledger"}
+    assert checks == {"loss", "samples", "orphans", "pages", "closed", "ledger"}
     assert len([line for line in said if "over after" in line]) == 3
 
 

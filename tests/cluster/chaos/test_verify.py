@@ -109,9 +109,10 @@ def test_what_is_left_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     page, record = tmp_path / "megascale-1-2", folder / "agents" / "node0" / "processes.json"
     record.parent.mkdir(parents=True)
     record.write_text(json.dumps({"pages": str(page)}))
-    assert verify.check_orphans(folder, []).ok
+    assert verify.check_pages(folder).ok
     page.mkdir()
-    assert f"{page} is left" in verify.check_orphans(folder, []).wrong
+    assert f"{page} is left" in verify.check_pages(folder).wrong
+    assert verify.check_orphans(folder, [("192.0.2.7", 80)]).ok, "no address of this machine"
 
 
 def _journal(folder: Path, events: list[Event], job: JobState | None = None) -> Journal:
