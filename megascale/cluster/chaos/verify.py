@@ -2,7 +2,8 @@
 
 loss     every row of metrics.jsonl has the bits of the run without faults at that step
 samples  steps 1, 2, 3, ... each counted once, and the same number of samples behind each
-orphans  no process of the job is left, no port listens, no shared memory is left
+orphans  no process of the job is left, no port listens
+pages    no shared memory is left, of whatever node (a real one that loses power has none)
 closed   each incident has exactly one closing event
 ledger   its kinds sum to the time booked, and that to the wall clock
 """
