@@ -110,12 +110,12 @@ class Driver:
                     _log.warning("this driver stood still for %.1f s", now_s - last_s)
                     self.desk.forgive(now_s)
                 last_s = now_s
-                self.lock.check()
                 if self._hands.fenced is not None:
                     raise FencedDriverError(str(self._hands.fenced))
                 self._take(self.desk.take())
                 if now_s >= next_s:
                     next_s = now_s + SECOND_S
+                    self.lock.check()
                     self._each_second(now_s)
             give_back = True
             self._say_goodbye()
