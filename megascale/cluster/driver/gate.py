@@ -41,7 +41,10 @@ class Gate:
             detail = "this needs the header Authorization: Bearer TOKEN, with the driver's token"
             await answer(send, 401, {"detail": detail})
             return
-        body = await self._read(receive, headers)
+        try:
+            body = await self._read(receive, headers)
+        except _GoneError:
+            return
         if body is None:
             self._desk.refusals.note("HTTP 413", scope["path"])
             detail = f"the body is larger than {BODY_BYTES} bytes; send less"
@@ -63,7 +66,7 @@ class Gate:
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
-                return b"".join(parts)
+                raise _GoneError
             parts.append(message.get("body", b""))
             num_bytes += len(parts[-1])
             if num_bytes > BODY_BYTES:
@@ -82,6 +85,10 @@ class Gate:
             await answer(send, error.status, {"detail": error.detail})
         else:
             await answer_bytes(send, 200, heard.model_dump_json().encode())
+
+
+class _GoneError(Exception):
+    """The client went away in the middle of its request."""
 
 
 class _Replay:

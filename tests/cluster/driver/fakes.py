@@ -167,6 +167,7 @@ class FakeAgent:
                 **extra,
             },
         )
+        assert answer.status_code != 422, answer.text
         if answer.status_code != 200:
             return True
         heard = answer.json()
@@ -248,6 +249,12 @@ class Agents:
         self.by_name[agent.name] = agent
         self._tasks.append(asyncio.run_coroutine_threadsafe(agent.run(), self._loop))
         return agent
+
+    def until_left(self, *names: str) -> None:
+        deadline_s = time.monotonic() + 10.0
+        while not all(self[name].left for name in names):
+            assert time.monotonic() < deadline_s, names
+            time.sleep(0.01)
 
     def __getitem__(self, name: str) -> FakeAgent:
         return self.by_name[name]

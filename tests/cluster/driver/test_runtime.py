@@ -36,7 +36,7 @@ def test_a_job_from_its_start_to_its_end(tmp_path: Path) -> None:
         kinds = [order["kind"] for order in made.agents["n0"].obeyed]
         assert kinds[:2] == ["selfcheck", "start"]
         assert set(kinds[2:]) <= {"leave"}, "or a heartbeat told it first"
-        assert made.agents["n0"].left
+        made.agents.until_left("n0", "n1")
         order = made.agents["n1"].obeyed[1]
         assert [rank["rank"] for rank in order["ranks"]] == [2, 3], "in order of names"
         assert (order["world_size"], order["master_addr"]) == (4, "127.0.0.1")
