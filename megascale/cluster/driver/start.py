@@ -20,6 +20,8 @@ from megascale.config import RunConfig, load_config
 from megascale.errors import ConfigError
 from megascale.telemetry.diagnose.hang import mesh_groups
 
+SMALL = 100_000_000  # parameters of layers: their state is copied and hashed in half a second
+
 
 def run_verb(
     words: Sequence[str],
@@ -95,7 +97,10 @@ def run_job(
         resume=(run_dir / "config.json").exists(),
     )
     here = f"job.run_dir={json.dumps(str(run_dir), ensure_ascii=False)}"
-    words = [word for override in (*overrides, here) for word in ("--set", override)]
+    added = [here]
+    if _saves_in_memory(config):
+        added.append("checkpoint.memory_interval=1")
+    words = [word for override in (*overrides, *added) for word in ("--set", override)]
     program = Program(
         run_dir,
         ("train", str(recipe.absolute()), *words),
@@ -169,6 +174,13 @@ def _check_folder(run_dir: Path, *, resume: bool) -> None:
             f"--resume: {run_dir} holds no run (no config.json); start without --resume, or set "
             "job.run_dir to the folder of the run"
         )
+
+
+def _saves_in_memory(config: RunConfig) -> bool:
+    """Whether a recipe that does not say gets its state saved in memory at every step."""
+    checkpoint, model = config.checkpoint, config.model
+    small = 12 * model.num_layers * model.hidden_size**2 <= SMALL
+    return checkpoint.enable and small and "memory_interval" not in checkpoint.model_fields_set
 
 
 def _legal_nodes(config: RunConfig, nodes: int, procs_per_node: int) -> tuple[int, ...]:

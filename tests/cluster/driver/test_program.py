@@ -10,7 +10,8 @@ import pytest
 
 from megascale.cluster.actions import Place, StartEpoch
 from megascale.cluster.driver.program import Program
-from megascale.cluster.driver.start import run_verb
+from megascale.cluster.driver.start import _saves_in_memory, run_verb
+from megascale.config import load_config
 from megascale.errors import ConfigError
 from tests.cluster.driver.jobs import ByHand, policy
 
@@ -119,3 +120,20 @@ def test_a_folder_that_holds_a_run_is_not_started_anew(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="already holds a run"):
         verb(RECIPE, overrides=[f"job.run_dir={tmp_path}"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "saves"),
+    [
+        ([], True),
+        (["model.hidden_size=4096", "model.num_layers=32"], False),
+        (["checkpoint.memory_interval=0"], False),
+        (["checkpoint.memory_interval=5"], False),
+        (["checkpoint.enable=false"], False),
+    ],
+)
+def test_small_models_save_in_memory_where_nobody_says_otherwise(
+    settings: list[str], saves: bool
+) -> None:
+    small = ["model.hidden_size=256", "model.num_layers=4"]
+    assert _saves_in_memory(load_config(None, [*small, *settings])) is saves
