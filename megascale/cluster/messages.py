@@ -30,6 +30,7 @@ Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[\w.:@/+-]+
 Text = Annotated[str, Field(max_length=TEXT)]
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Seconds = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+WarmNodes = Literal["off", "spares", "all"]
 
 
 class Message(BaseModel):
@@ -181,6 +182,7 @@ class Joined(Message):
     """epoch: of the job now; node_rank: None for a spare.
 
     save_deadline_s  how long a rank that is asked to save may take before it is ended
+    warm, procs_per_node  on which nodes a process a rank is kept that has imported what it needs
     """
 
     epoch: Count
@@ -190,6 +192,8 @@ class Joined(Message):
     grace_s: Seconds
     kill_deadline_s: Seconds
     save_deadline_s: Seconds = 600.0
+    warm: WarmNodes = "off"
+    procs_per_node: Count = 0
 
 
 class Heartbeat(Message):

@@ -153,6 +153,8 @@ class Agent:
             kill_deadline_s=joined.kill_deadline_s,
         )
         self._orphan_timeout_s = joined.orphan_timeout_s
+        if self._leaving is None:
+            self._ranks.warm.want(joined.warm, joined.procs_per_node)
 
     def _try(self, command: Command) -> None:
         """One odd order must not end the ranks, which the end of this process would."""
@@ -192,6 +194,7 @@ class Agent:
         for start in self._starts:
             self._results.put(start, ok=False, reason=f"this agent leaves: {why}")
         self._starts.clear()
+        self._ranks.warm.end()
         self._ranks.stop(self._fence.epoch, save=save)
 
     # ------------------------------------------------------------ what goes on

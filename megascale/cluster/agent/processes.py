@@ -31,6 +31,7 @@ from megascale.cluster.agent.rank_process import (
     left_over,
 )
 from megascale.cluster.agent.run_files import error_file, last_line_end, line_file, log_file
+from megascale.cluster.agent.warm import WarmRanks
 from megascale.cluster.agent.watchdog import Watchdog
 from megascale.cluster.messages import RankPlace, StartRanks
 from megascale.env import MEMORY_SLOTS, child_environment
@@ -60,6 +61,7 @@ class Ranks:
         ledger.clear_pages()
         ledger.pages.mkdir(mode=0o700)
         self._watchdog = Watchdog()
+        self.warm = WarmRanks(_base(), ledger.pages, ledger.folder, self._write_record)
         self._write_record()
 
     # ------------------------------------------------------------ orders
@@ -83,6 +85,8 @@ class Ranks:
             )
         self._ranks = [r for r in self._ranks if r.status.epoch == epoch or not r.is_over]
         failed = {}
+        is_ours = order.program is None
+        self.warm.expect(max((p.local_rank + 1 for p in order.ranks), default=0) * is_ours)
         for place in order.ranks:
             if any(r.status.rank == place.rank for r in self._ranks):
                 continue  # the order came twice
@@ -115,7 +119,9 @@ class Ranks:
         if newly or now_s - self._scanned_s >= interval_s:
             self._scan(now_s)
             self._watchdog.tend()
-        return self._publish()
+        changed = self._publish()
+        self.warm.tick(now_s, self.statuses, checks=bool(self._helpers))
+        return changed
 
     def start_helper(self, command: list[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
         """A process that works for the agent: it ends with it as a rank does, in its own session.
@@ -145,6 +151,7 @@ class Ranks:
 
     def close(self) -> None:
         """End the watchdog and take the pages away; ranks have ended before."""
+        self.warm.close()
         self._watchdog.close()
         self._ledger.clear_pages()
 
@@ -157,14 +164,15 @@ class Ranks:
         error_file(run_dir, place.rank).unlink(missing_ok=True)  # of an epoch before
         page = page_path(self._ledger.pages, place.rank, epoch)
         make_page(page)
+        environment = _environment(order, place, epoch, page)
         program = order.program or [sys.executable, "-m", "megascale"]
         with log.open("ab") as output:
             log_offset = output.tell()
             output.write(_epoch_line(place.rank, epoch))
             output.flush()
-            process = subprocess.Popen(
+            process = self._take_warm(order, place, environment, log) or subprocess.Popen(
                 [*birth(), *program, *order.arguments],
-                env=_environment(order, place, epoch, page),
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -179,6 +187,7 @@ class Ranks:
             start_ticks=stat.start_ticks,
             epoch=epoch,
             state="running",
+            is_ours=order.program is None,
             started_s=time.monotonic(),
             run_dir=order.run_dir,
             page=str(page),
@@ -186,6 +195,14 @@ class Ranks:
             log_offset=log_offset,
         )
         return RankProcess(status, process)
+
+    def _take_warm(
+        self, order: StartRanks, place: RankPlace, environment: Mapping[str, str], log: Path
+    ) -> subprocess.Popen[bytes] | None:
+        if order.program is not None:
+            return None
+        warm = self.warm.take(place.local_rank, environment, order.arguments, log)
+        return None if warm is None else warm.process
 
     def _scan(self, now_s: float) -> None:
         self._scanned_s = now_s
@@ -201,6 +218,7 @@ class Ranks:
     def _look_after_adopted(self, stats: Mapping[int, Stat]) -> None:
         """Collect dead grandchildren, and give living ones that no rank knows to theirs."""
         own = {rank.pid for rank in self._ranks} | {self._watchdog.pid} | self._helpers.keys()
+        own |= {member.pid for member in self.warm.members}
         known = {pid for rank in self._ranks for pid, _ in rank.below}
         marker = f"{PAGE_VARIABLE}={self._ledger.pages}/".encode()
         for stat in stats.values():
@@ -217,7 +235,7 @@ class Ranks:
 
     def _write_record(self) -> None:
         members = [member for rank in self._ranks for member in rank.members()]
-        members += self._helpers.values()
+        members += [*self._helpers.values(), *self.warm.members]
         record = replace(self._record, members=tuple(sorted(members, key=lambda m: m.pid)))
         if record == self._record and self._ledger.is_written:
             return
@@ -245,23 +263,25 @@ class Ranks:
         self._publish()
 
 
-def _environment(order: StartRanks, place: RankPlace, epoch: int, page: Path) -> dict[str, str]:
-    environment = child_environment(
-        {
-            "RANK": str(place.rank),
-            "LOCAL_RANK": str(place.local_rank),
-            "WORLD_SIZE": str(order.world_size),
-            "LOCAL_WORLD_SIZE": str(order.local_world_size),
-            "MASTER_ADDR": order.master_addr,
-            "MASTER_PORT": str(order.master_port),
-        }
-    )
+def _base() -> dict[str, str]:
     defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    return {**defaults, **child_environment({})}
+
+
+def _environment(order: StartRanks, place: RankPlace, epoch: int, page: Path) -> dict[str, str]:
+    names = {
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "WORLD_SIZE": str(order.world_size),
+        "LOCAL_WORLD_SIZE": str(order.local_world_size),
+        "MASTER_ADDR": order.master_addr,
+        "MASTER_PORT": str(order.master_port),
+    }
     own = {PAGE_VARIABLE: str(page), "MEGASCALE_EPOCH": str(epoch)}
     if page.is_relative_to("/dev/shm"):  # not the run folder: that is no memory
         # Files of `checkpoint/memory`: they outlive ranks and epochs, and go with the pages.
         own[MEMORY_SLOTS] = str(page.with_name(f"slots-{place.local_rank:03d}"))
-    return {**defaults, **environment, **order.environment, **own}
+    return {**_base(), **names, **order.environment, **own}
 
 
 def _epoch_line(rank: int, epoch: int) -> bytes:

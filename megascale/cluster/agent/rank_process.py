@@ -25,12 +25,17 @@ from megascale.cluster.agent.proc import Identity, Stat, below, read_stat, send
 
 _log = logging.getLogger(__name__)
 
+OWN_GRACE_S = 1.0
 State = Literal["running", "exited", "unkillable"]
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """How long a rank may take to end: asked, asked to save, and once killed."""
+    """How long a rank may take to end: asked, asked to save, and once killed.
+
+    A trainer of ours that is not to save has `OWN_GRACE_S` at most: while it waits for a peer in a
+    collective it cannot hear, and it has nothing to put away.
+    """
 
     grace_s: float = 5.0
     save_deadline_s: float = 600.0
@@ -51,6 +56,7 @@ class RankStatus:
     ended_s: float | None = None
     exit_code: int | None = None
     asked: bool = False  # to end, by us
+    is_ours: bool = False  # the package's own program
     run_dir: str = ""
     page: str = ""
     lines_offset: int = 0  # of the line file and the log when it started
@@ -122,7 +128,10 @@ class RankProcess:
 
         One that is to save is asked alone: what works for it must live until it has saved.
         """
-        patience_s = deadlines.save_deadline_s if save else deadlines.grace_s
+        grace_s = deadlines.grace_s
+        if self.status.is_ours:
+            grace_s = min(grace_s, OWN_GRACE_S)
+        patience_s = deadlines.save_deadline_s if save else grace_s
         until_s = now_s + patience_s
         if not self.status.asked or not save:
             self._signal(signal.SIGTERM, group=not save)
