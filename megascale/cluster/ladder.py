@@ -65,6 +65,7 @@ _PEER_LOST = re.compile(
 )
 # Exit codes of our own errors (`errors.py`) that say more than "exception" does.
 _KIND_OF_CODE = {2: "config", 5: "launch", 6: "numerical"}
+_FOR_PEOPLE = (3, 7, 8)  # missing data, an extra, what a machine cannot do: no node is to blame
 _SYSTEM_SIGNALS = ("SIGTERM", "SIGKILL", "SIGINT", "SIGHUP")
 
 
@@ -87,6 +88,8 @@ def kind_of(kind: str, code: int | None, message: str) -> str:
     """The kind of an exit: what its code says, and "network" for one that misses a peer."""
     if kind in ("exception", "exit", "launch"):
         kind = _KIND_OF_CODE.get(code or 0, kind)
+        if code in _FOR_PEOPLE and "error: " in message:
+            kind = "config"
     if kind == "numerical" and "data-parallel replicas" in message:
         return "replicas_differ"
     if kind == "exception" and _PEER_LOST.search(message):

@@ -97,8 +97,9 @@ def replenish_spares(turn: Turn, least: int = 0) -> None:
 def finish(turn: Turn, *, ok: bool, report: str, exit_code: int = 0) -> None:
     """The job's end: every incident is closed, every node leaves."""
     job = turn.job
+    well = ok and job.phase == "training" and job.recovery is None  # not one that was stopped
     for incident in job.open:
-        turn.close(incident.number, "recovered" if ok else "the job ended")
+        turn.close(incident.number, "recovered" if well else "the job ended")
     nodes = {
         name: node if node.state in OVER else replace(node, state="leaving", node_rank=None)
         for name, node in job.nodes.items()

@@ -19,7 +19,7 @@ from megascale.cluster.agent.link import SeldomLog
 from megascale.cluster.agent.log_reader import LogReader, Match
 from megascale.cluster.agent.nics import Nics
 from megascale.cluster.agent.rank_process import RankStatus
-from megascale.cluster.agent.run_files import error_file, line_file, log_file
+from megascale.cluster.agent.run_files import error_file, last_line, line_file, log_file
 from megascale.cluster.agent.steps import LineTail
 from megascale.cluster.messages import TEXT, Failure, LogMatch, StepSums
 
@@ -155,6 +155,7 @@ class Collector(threading.Thread):
             out_of_memory=out_of_memory,
             matches=followed.matches,
             ended_ns=time.time_ns() - int((now_s - status.ended_s) * 1e9),
+            last_words=last_line(log_file(Path(status.run_dir), status.rank), status.log_offset),
         )
 
 

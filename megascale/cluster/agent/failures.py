@@ -1,7 +1,7 @@
 """Why a rank ended, and which rank of the node ended first. Pure.
 
 Sources in this order: the error that the rank recorded itself, the kernel's out-of-memory killer,
-what its log said last, its signal or exit code.
+a rule that its log matched, its signal or exit code with the last line of its log.
 """
 
 from __future__ import annotations
@@ -60,10 +60,12 @@ def explain(
     out_of_memory: bool,
     matches: Sequence[Match],
     ended_ns: int,
+    last_words: str = "",
 ) -> Failure | None:
     """The failure of a rank that has ended; None for one that ended well, or because it was asked.
 
-    exit_code  negative: the signal; ended_ns: wall time
+    exit_code   negative: the signal; ended_ns: wall time
+    last_words  last line of its log; a program that exits has said there why
     """
     if recorded is not None and exit_code != 0:
         return of_record(recorded, exit_code)
@@ -91,9 +93,10 @@ def explain(
             rule=first.rule.name,
         )
     how = f"ended by {ended_by}" if ended_by else f"exited {exit_code}"
+    said = f", its log ends: {last_words}" if last_words and not ended_by else " without a word"
     return Failure(
         kind="signal" if ended_by else "exit",
-        message=f"{how} without a word",
+        message=f"{how}{said}"[:TEXT],
         unix_ns=ended_ns,
         exit_code=exit_code,
         signal=ended_by,

@@ -47,3 +47,17 @@ def last_line_end(path: Path) -> int:
         return 0
     finally:
         os.close(descriptor)
+
+
+def last_line(path: Path, offset: int) -> str:
+    """The last line that is not blank and lies behind `offset`; of a long one the end. The agent's
+    own lines are none."""
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(offset, end - _BLOCK_BYTES))
+            text = file.read(_BLOCK_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+    lines = [line.strip() for line in text.splitlines()]
+    return next((line for line in reversed(lines) if line and not line.startswith("[agent]")), "")

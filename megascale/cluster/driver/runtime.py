@@ -28,6 +28,7 @@ from megascale.cluster.driver.lock import DriverLock, FencedDriverError
 from megascale.cluster.driver.program import Program
 from megascale.cluster.driver.refusals import RefusedError
 from megascale.cluster.driver.results import event_of
+from megascale.cluster.driver.takeover import check_same_job
 from megascale.cluster.driver.watch import Watch
 from megascale.cluster.job import OVER, JobState
 from megascale.cluster.transitions import (
@@ -40,6 +41,7 @@ from megascale.cluster.transitions import (
     StopRequested,
     Tick,
 )
+from megascale.errors import ConfigError
 
 WAIT_S = 0.1  # for something to come
 SECOND_S = 1.0
@@ -69,7 +71,11 @@ class Driver:
         self._base_s = 0.0
         self._first: list[tuple[Event, Decision, float]] = []
         self.is_restart = False
-        decision = self._restore(policy) or begin(policy)
+        try:
+            decision = self._restore(policy) or begin(policy)
+        except ConfigError:
+            self.abandon()
+            raise
         self.job: JobState = decision.job
         if not self.is_restart:
             self.journal.begin(decision, 0.0)
@@ -136,6 +142,7 @@ class Driver:
                 return self._anew(policy, restored[0])
             return None
         job, job_s = restored
+        check_same_job(job.policy, policy)
         down_s = max(0.0, time.time() - (self.journal.last_unix_s or time.time()))
         self._base_s = job_s + down_s
         self.is_restart = True

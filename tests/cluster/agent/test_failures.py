@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 
 import pytest
 
 from megascale.cluster.agent.failures import Recorded, explain, first_failed, of_record
 from megascale.cluster.agent.log_reader import Match
 from megascale.cluster.agent.log_rules import BY_NAME
+from megascale.cluster.agent.run_files import last_line
 from megascale.cluster.messages import Failure
 
 S = 1_000_000_000
@@ -95,6 +97,22 @@ def test_one_that_is_killed_has_no_words_of_its_own() -> None:
     failure = _explain(7)
     assert failure is not None
     assert (failure.kind, failure.message) == ("exit", "exited 7 without a word")
+
+
+def test_one_that_exits_is_quoted(tmp_path: Path) -> None:
+    log = tmp_path / "rank.log"
+    before = b"error: of an epoch before\n"
+    own = b"[agent] rank 0 starts in epoch 2\nerror: no prepared data in x; make it\n\n"
+    log.write_bytes(before + own)
+    said = last_line(log, len(before))
+    failure = _explain(3, last_words=said)
+    assert failure is not None
+    assert failure.message == "exited 3, its log ends: error: no prepared data in x; make it"
+    assert last_line(log, len(before + own)) == ""
+    assert last_line(tmp_path / "none", 0) == ""
+    killed = _explain(-signal.SIGKILL, last_words=said)
+    assert killed is not None
+    assert killed.message == "ended by SIGKILL without a word"
 
 
 def test_a_cut_error_file_is_none() -> None:

@@ -17,6 +17,8 @@ from megascale.cluster.actions import (
     StopEpoch,
 )
 from megascale.cluster.decide import decide
+from megascale.cluster.driver.takeover import check_same_job
+from megascale.cluster.ladder import kind_of
 from megascale.cluster.transitions import (
     Allocated,
     CheckDone,
@@ -36,6 +38,7 @@ from megascale.cluster.transitions import (
     Tick,
     UpdateRequested,
 )
+from megascale.errors import ConfigError
 from tests.cluster.driver.jobs import ByHand, policy
 from tests.cluster.driver.test_ladder import evicted, training
 
@@ -347,3 +350,37 @@ def test_after_the_end_nothing_happens() -> None:
     hand.go(NodeJoined("n5", "i", "h", "ip"))
     assert hand.job is before
     assert replace(before) == before
+
+
+def test_a_stop_recovers_nothing() -> None:
+    """An incident that is open when people stop the job was not healed by that."""
+    hand = ByHand(policy(2))
+    hand.train()
+    hand.go(RankExited(1, -9, hand.job.epoch, "signal", signal="SIGKILL"))
+    hand.go(StopRequested("enough"))
+    hand.stopped()
+    if not hand.job.over:
+        hand.checked()
+    assert hand.phase() == "done"
+    assert [outcome for _, outcome in hand.closed()] == ["the job ended"]
+
+
+def test_a_job_is_taken_over_in_its_own_shape() -> None:
+    old = policy(2, 2)
+    check_same_job(old, policy(2, 2, spares=1))
+    with pytest.raises(ConfigError, match="of 2 nodes with 2 ranks each, this start has 1 with 4"):
+        check_same_job(old, policy(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "kind"),
+    [
+        (3, "exited 3, its log ends: error: no prepared data", "config"),
+        (3, "exited 3, its log ends: whatever", "exit"),
+        (2, "exited 2 without a word", "config"),
+        (7, "exited 7, its log ends: error: pip install", "config"),
+        (9, "exited 9, its log ends: error: no", "exit"),
+    ],
+)
+def test_own_errors_for_people_are_no_fault_of_a_node(code: int, message: str, kind: str) -> None:
+    assert kind_of("exit", code, message) == kind
