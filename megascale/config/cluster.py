@@ -66,7 +66,7 @@ class ClusterConfig(Section):
         "light", description="before a node joins and after a fault"
     )
     warm: Literal["off", "spares", "all"] = Field(
-        "all",
+        "off",
         description="a process a rank that has imported torch and waits, so that a start takes 2 "
         "to 6 s less: about 300 MB of host memory each; spares: on nodes without ranks",
     )

@@ -212,6 +212,8 @@ class Desk:
                 grace_s=cluster.grace_s,
                 kill_deadline_s=cluster.kill_deadline_s,
                 save_deadline_s=cluster.save_deadline_s,
+                warm=cluster.warm,
+                procs_per_node=self.job.policy.procs_per_node,
             )
 
     def push(self, node: str, order: Order, epoch: int) -> None:

@@ -144,7 +144,7 @@ def run_script(
             f"--set {others[0]!r} with --script: only cluster.* is legal, the rest of the "
             "configuration is the recipe's; hand it to the script as its own argument"
         )
-    cluster = load_config(None, overrides).cluster
+    cluster = load_config(None, overrides).cluster.model_copy(update={"warm": "off"})
     policy = Policy(
         num_nodes=nodes,
         procs_per_node=procs_per_node,
