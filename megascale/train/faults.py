@@ -38,7 +38,7 @@ from megascale.train.assemble import Assembly
 FOR_EVER_S = 36_000.0
 _DEFAULTS: dict[str, Any] = {
     "seconds": 0.1,  # slow: of each micro-batch; clock: how far it is put forward; kill_in_save
-    "steps": 1_000_000,  # slow: how long
+    "steps": 1,  # slow, spike: how many
     "scale": 8.0,  # spike: what the chunk's output is multiplied by
     "megabytes": 256,  # memory that is touched, or left free before it is
     "lines": 20_000,  # log_storm
@@ -57,9 +57,11 @@ class Faults(Hook):
         self._stamp: tuple[int, int] | None = None
         self._orders: list[dict[str, Any]] = []
         self._at_end: list[dict[str, Any]] = []
+        self._step = 0
 
     def on_step_start(self, step: int) -> None:
         self._look()
+        self._step = step
         for order in list(self._orders):
             wanted = order.get("step")
             if wanted is not None and step < wanted:
@@ -159,20 +161,32 @@ class Faults(Hook):
 
     def slow(self, order: dict[str, Any], step: int) -> None:
         last, seconds = step + int(order["steps"]), float(order["seconds"])
-        now = {"step": step}
 
         def wait(_module: object, _inputs: object) -> None:
-            if now["step"] < last:
+            if self._step < last:
                 time.sleep(seconds)
 
         self._chunk().register_forward_pre_hook(wait)
 
     def nan(self, _order: dict[str, Any], _step: int) -> None:
         """The gradient of this rank's chunk is not a number, once."""
-        self._on_output(lambda output: output.register_hook(lambda grad: grad * float("nan")))
 
-    def spike(self, order: dict[str, Any], _step: int) -> None:
-        self._on_output(lambda output: output * float(order["scale"]))
+        def hook(_module: object, _inputs: object, output: Tensor) -> None:
+            if output.requires_grad:
+                handle.remove()
+                output.register_hook(lambda grad: grad * float("nan"))
+
+        handle = self._chunk().register_forward_hook(hook)
+
+    def spike(self, order: dict[str, Any], step: int) -> None:
+        """The output of this rank's chunk is too large for some steps, and so is the loss."""
+        self._last_spike = step + int(order["steps"])
+        scale = float(order["scale"])
+
+        def hook(_module: object, _inputs: object, output: Tensor) -> Tensor | None:
+            return output * scale if self._step < self._last_spike else None
+
+        self._chunk().register_forward_hook(hook)
 
     def flip(self, _order: dict[str, Any], _step: int) -> None:
         """One bit of one parameter of this replica, where the next comparison sees it."""
@@ -218,18 +232,6 @@ class Faults(Hook):
 
     def _chunk(self) -> torch.nn.Module:
         return next(iter(self._assembly.chunks.values()))
-
-    def _on_output(self, act: Callable[[Tensor], Tensor | object]) -> None:
-        """Once, on the output of the first chunk of a micro-batch that trains."""
-
-        def hook(_module: object, _inputs: object, output: Tensor) -> Tensor | None:
-            if not output.requires_grad:
-                return None
-            handle.remove()
-            changed = act(output)
-            return changed if isinstance(changed, Tensor) else None
-
-        handle = self._chunk().register_forward_hook(hook)
 
 
 class _Done:

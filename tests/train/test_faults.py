@@ -122,9 +122,11 @@ def _loss(assembly: Assembly, step: int) -> tuple[float, float, bool]:
     return loss, norm, bool(masked)
 
 
-def _hit(assembly: Assembly, folder: Path, kind: str, **options: Any) -> None:
+def _hit(assembly: Assembly, folder: Path, kind: str, **options: Any) -> Faults:
     file = _order(folder, {"id": "1", "kind": kind, "ranks": [0], **options})
-    Faults(file, assembly, 0, 1).on_step_start(2)
+    hook = Faults(file, assembly, 0, 1)
+    hook.on_step_start(2)
+    return hook
 
 
 @pytest.mark.full
@@ -133,10 +135,11 @@ def test_values_are_wrong_for_one_step_alone(tmp_path: Path, assembly: Assembly)
     for kind in ("nan", "spike"):
         folder = tmp_path / kind
         folder.mkdir()
-        _hit(assembly, folder, kind)
+        hook = _hit(assembly, folder, kind)
         loss, _, masked = _loss(assembly, 2)
         assert masked is (kind == "nan")
         assert (loss == right[0]) is (kind == "nan"), "a gradient is no part of the loss"
+        hook.on_step_start(3)
         assert _loss(assembly, 2) == right
 
 
@@ -148,10 +151,14 @@ def test_slow_is_so_for_each_micro_batch_of_its_steps(tmp_path: Path) -> None:
     began = time.monotonic()
     _loss(one, 2)
     usual_s = time.monotonic() - began
-    _hit(one, tmp_path, "slow", seconds=0.15)
+    hook = _hit(one, tmp_path, "slow", seconds=0.15)
     began = time.monotonic()
     _loss(one, 2)
     assert 0.6 <= time.monotonic() - began < 0.6 + 3 * usual_s + 0.5  # four micro-batches
+    hook.on_step_start(3)
+    began = time.monotonic()
+    _loss(one, 2)
+    assert time.monotonic() - began < 0.6
 
 
 def test_no_room_and_no_memory(tmp_path: Path, assembly: Assembly) -> None:

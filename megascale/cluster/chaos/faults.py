@@ -40,6 +40,7 @@ class Kind:
     options  what the schedule may set, with what holds otherwise
     needs    what the machine must have (`missing`)
     values   it changes what is computed until the job goes back: those steps may differ
+    alone    a second fault of its cause ends the job, so it has one of its own
     watch_s  how long nothing must happen, of those that leave training alone
     """
 
@@ -53,6 +54,7 @@ class Kind:
     values: bool = False
     watch_s: float = 8.0
     overrides: tuple[str, ...] = ()
+    alone: bool = False
 
 
 def _died(injector: Injector, *causes: str, **more: float) -> Kind:
@@ -112,7 +114,7 @@ KINDS: dict[str, Kind] = {
         ("loss_spike",),
         "",
         "restart",
-        options={"scale": 8.0},
+        options={"scale": 8.0, "steps": 6},
         values=True,
         overrides=("cluster.loss_spike=1.0",),
     ),
@@ -135,6 +137,7 @@ KINDS: dict[str, Kind] = {
         "restart",
         options={"megabytes": 1024},
         needs=("cgroup memory",),
+        alone=True,
     ),
     "disk_full": _died(inject.ordered("disk_full"), "disk_full"),
     "log_storm": Kind(

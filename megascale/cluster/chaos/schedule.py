@@ -214,7 +214,7 @@ def group(faults: Sequence[Planned], common: Sequence[str]) -> list[JobPlan]:
     shared: dict[tuple[Any, ...], list[Planned]] = {}
     for fault in faults:
         kind = KINDS[fault.kind]
-        alone = fault.number if kind.outcome == "stop" else 0
+        alone = fault.number if kind.alone or kind.outcome == "stop" else 0
         key = (alone, (*kind.overrides, *fault.overrides), "namespaces" in kind.needs)
         shared.setdefault(key, []).append(fault)
     plans = []
