@@ -257,6 +257,11 @@ def first_visible_gpu(variables: Mapping[str, str] = os.environ) -> str:
     return variables.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
 
 
+def become(variables: Mapping[str, str]) -> None:
+    """Let this process have `variables` beside its own: a waiting one that is made a rank."""
+    os.environ.update(variables)
+
+
 def hostname() -> str:
     return socket.gethostname()
 

@@ -32,6 +32,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megascale.env import become
+
 PAGE = "MEGASCALE_PROGRESS_PAGE"  # its long value in the first environment is room for the others
 _MODULES = ("megascale.cli", "megascale.train.start", "megascale.train.rank", "numpy.random")
 _OOM_SCORE = Path("/proc/self/oom_score_adj")
@@ -113,7 +115,7 @@ def _take_over(order: Order | None, oom_score: str) -> None:
     os.close(nothing)
     with suppress(OSError):
         _OOM_SCORE.write_text(oom_score)
-    os.environ.update(order.environment)
+    become(order.environment)
     show_environment(PAGE, order.environment)
     sys.argv[1:] = order.arguments
 
@@ -133,7 +135,7 @@ def show_environment(name: str, variables: Mapping[str, str]) -> bool:
     and people tell by it whose a process is. False where there is no room.
 
     They take the place of variable `name`, in the memory that the kernel shows. Nobody else reads
-    it there: the C library has its own copy once `os.environ[name]` was set.
+    it there: the C library has its own copy once the variable was set again.
     """
     fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     start, end = int(fields[_ENV_START]), int(fields[_ENV_START + 1])

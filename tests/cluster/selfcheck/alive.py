@@ -23,8 +23,20 @@ def gone(pid: int, within_s: float = 5.0) -> bool:
 
 
 def children() -> list[int]:
-    """Of this process, zombies too: each must have been collected."""
-    return [child.pid for child in psutil.Process(os.getpid()).children(recursive=True)]
+    """Of this process and theirs, zombies too: each must have been collected. Not the servers that
+    fork ranks for other tests of this process, and what these fork."""
+    found = []
+    for child in psutil.Process(os.getpid()).children():
+        if not _is_of_multiprocessing(child):
+            found += [child.pid, *(one.pid for one in child.children(recursive=True))]
+    return found
+
+
+def _is_of_multiprocessing(process: psutil.Process) -> bool:
+    try:
+        return any("from multiprocessing." in word for word in process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return False
 
 
 def written_pid(file: Path, within_s: float = 20.0) -> int:
