@@ -87,7 +87,7 @@ def fuzz(job: LiveJob, target: Target) -> Hit:
 
 def bad_spare(job: LiveJob, _target: Target) -> Hit:
     """The spare is given back, and the one that comes for it fails its self-check."""
-    spare = job.spare()
+    spare = await_for(job.spare, "a spare (job.spares of the schedule)")
     job.rig.next_agent.write_text(json.dumps({"selfcheck_fault": "memory"}))
     hit = Hit(time.monotonic())
     job.call("POST", "/v1/evict", {"node": spare, "reason": "chaos", "block": False})
@@ -105,7 +105,7 @@ def bad_spare(job: LiveJob, _target: Target) -> Hit:
 
 
 def spare_kill(job: LiveJob, _target: Target) -> Hit:
-    spare = job.spare()
+    spare = await_for(job.spare, "a spare (job.spares of the schedule)")
     hit = Hit(time.monotonic(), node=spare)
     send(job.agent(spare), signal.SIGKILL)
     return hit
