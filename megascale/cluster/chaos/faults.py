@@ -40,7 +40,7 @@ class Kind:
     options  what the schedule may set, with what holds otherwise
     needs    what the machine must have (`missing`)
     values   it changes what is computed until the job goes back: those steps may differ
-    alone    a second fault of its cause ends the job, so it has one of its own
+    alone    it has a job of its own: a second of its cause ends it, or it leaves something behind
     watch_s  how long nothing must happen, of those that leave training alone
     """
 
@@ -116,7 +116,7 @@ KINDS: dict[str, Kind] = {
         "restart",
         options={"scale": 8.0, "steps": 6},
         values=True,
-        overrides=("cluster.loss_spike=1.0",),
+        overrides=("cluster.loss_spike=0.3",),
     ),
     "bit_flip": Kind(
         inject.ordered("flip"),
@@ -164,6 +164,7 @@ KINDS: dict[str, Kind] = {
         "rank",
         "restart",
         needs=("cgroup freezer",),
+        alone=True,
     ),
     "spare_kill": Kind(inject_control.spare_kill, "job", ("node_gone",), "node", "evict"),
     "bad_spare": Kind(inject_control.bad_spare, "job", ("selfcheck",), "node", "evict"),
