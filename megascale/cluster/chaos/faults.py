@@ -145,8 +145,8 @@ KINDS: dict[str, Kind] = {
     ),
     # ---- nodes
     "agent_kill": _node(inject.agent_kill, "node_gone", "agent_died"),
-    "node_gone": _node(inject.node_signal(signal.SIGKILL), "node_gone"),
-    "node_lost": _node(inject.node_signal(signal.SIGSTOP), "node_lost"),
+    "node_gone": _node(inject.node_gone, "node_gone"),
+    "node_lost": _node(inject.node_lost, "node_lost"),
     "partition": _node(inject.unplug, "node_lost", needs=_NET, seconds=0.0),
     "unplugged": Kind(
         inject.unplug,

@@ -166,18 +166,21 @@ def agent_kill(job: LiveJob, target: Target) -> Hit:
     return hit
 
 
-def node_signal(signum: int) -> Injector:
-    """To every process of the node at once, agent included."""
+def node_gone(job: LiveJob, target: Target) -> Hit:
+    node = job.node_of(target.node or 0)
+    hit = Hit(time.monotonic(), node=node)
+    job.lose_power(node)
+    return hit
 
-    def inject(job: LiveJob, target: Target) -> Hit:
-        node = job.node_of(target.node or 0)
-        pids = job.members()[node]
-        hit = Hit(time.monotonic(), node=node)
-        for identity in [job.agent(node), *pids.items()]:
-            send(identity, signum)
-        return hit
 
-    return inject
+def node_lost(job: LiveJob, target: Target) -> Hit:
+    """It stands still: every process of it, agent included, is stopped."""
+    node = job.node_of(target.node or 0)
+    pids = job.members()[node]
+    hit = Hit(time.monotonic(), node=node)
+    for identity in [job.agent(node), *pids.items()]:
+        send(identity, signal.SIGSTOP)
+    return hit
 
 
 def unplug(job: LiveJob, target: Target) -> Hit:

@@ -17,11 +17,9 @@ from megascale.cluster.chaos.live import LiveJob
 def driver_and_node(job: LiveJob, target: Target) -> Hit:
     """A node dies while there is no driver."""
     node = job.node_of(target.node or 0)
-    pids, agent = job.members()[node], job.agent(node)
     job.driver.send_signal(signal.SIGKILL)
     job.driver.wait(10.0)
-    for identity in [agent, *pids.items()]:
-        send(identity, signal.SIGKILL)
+    job.lose_power(node)
     time.sleep(float(target.options["seconds"]))
     job.start_driver()
     return Hit(time.monotonic(), node=node)

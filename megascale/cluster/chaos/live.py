@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -207,6 +208,14 @@ class LiveJob:
     def agent(self, node: str) -> Identity:
         pid, _, ticks = self.register()["machines"][node]["handle"].partition(":")
         return int(pid), int(ticks)
+
+    def lose_power(self, node: str) -> None:
+        """Every process of the node ends at once, agent and watchdog too, and its memory is gone."""
+        pids, agent = self.members()[node], self.agent(node)
+        for identity in [agent, *pids.items()]:
+            send(identity, signal.SIGKILL)
+        record = json.loads((self.spec.folder / "agents" / node / "processes.json").read_text())
+        shutil.rmtree(record["pages"], ignore_errors=True)
 
     def ranks(self) -> dict[int, RankNow]:
         """Those of the newest epoch that has any."""
