@@ -52,7 +52,7 @@ class Kind:
     options: Mapping[str, float] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
     values: bool = False
-    watch_s: float = 8.0
+    watch_s: float = 5.0
     overrides: tuple[str, ...] = ()
     alone: bool = False
 

@@ -210,7 +210,7 @@ class LiveJob:
         return int(pid), int(ticks)
 
     def lose_power(self, node: str) -> None:
-        """Every process of the node ends at once, agent and watchdog too, and its memory is gone."""
+        """Every process of the node ends at once, watchdog too, and its memory is gone."""
         pids, agent = self.members()[node], self.agent(node)
         for identity in [agent, *pids.items()]:
             send(identity, signal.SIGKILL)
