@@ -22,21 +22,22 @@ def gone(pid: int, within_s: float = 5.0) -> bool:
     return False
 
 
+_before: set[int] = set()  # what other tests of this process have: servers that fork ranks, say
+
+
+def begin() -> None:
+    """At a test's start: what lives, or waits to be collected, is none of its."""
+    _before.clear()
+    _before.update(_below())
+
+
 def children() -> list[int]:
-    """Of this process and theirs, zombies too: each must have been collected. Not the servers that
-    fork ranks for other tests of this process, and what these fork."""
-    found = []
-    for child in psutil.Process(os.getpid()).children():
-        if not _is_of_multiprocessing(child):
-            found += [child.pid, *(one.pid for one in child.children(recursive=True))]
-    return found
+    """Of this process since the test began, zombies too: each must have been collected."""
+    return [pid for pid in _below() if pid not in _before]
 
 
-def _is_of_multiprocessing(process: psutil.Process) -> bool:
-    try:
-        return any("from multiprocessing." in word for word in process.cmdline())
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
-        return False
+def _below() -> list[int]:
+    return [child.pid for child in psutil.Process(os.getpid()).children(recursive=True)]
 
 
 def written_pid(file: Path, within_s: float = 20.0) -> int:
