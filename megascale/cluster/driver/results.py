@@ -27,7 +27,11 @@ def event_of(result: Result, command: Command, job: JobState) -> Event | tuple[O
 def _failures(result: Result) -> tuple[str, ...]:
     if result.ok:
         return ()
-    told = result.detail.get("failures")
-    if isinstance(told, list) and told:
-        return tuple(str(one)[:500] for one in told[:16])
-    return (result.reason or "failed",)
+    """The checks that failed, each with its reason, as a self-check reports them."""
+    checks = result.detail.get("checks")
+    told = [
+        f"{check.get('name')}: {check.get('reason') or 'failed'}"[:500]
+        for check in (checks if isinstance(checks, list) else ())
+        if isinstance(check, dict) and check.get("ok") is False
+    ]
+    return tuple(told[:16]) or (result.reason or "failed",)

@@ -207,7 +207,7 @@ class FakeAgent:
         elif order["kind"] == "stop":
             self.ranks = []
         elif order["kind"] == "selfcheck":
-            ok, detail = self.check_ok, {"failures": [] if self.check_ok else ["memory"]}
+            ok, detail = self.check_ok, {"checks": [{"name": "memory", "ok": self.check_ok}]}
         elif order["kind"] == "dump":
             detail = {"stacks": {str(r.rank): "" for r in self.ranks}}
         result = {
