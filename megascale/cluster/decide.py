@@ -182,6 +182,8 @@ def _driver_restarted(turn: Turn, event: DriverRestarted) -> None:
         if job.policy.cluster.selfcheck != "off" and event.policy.cluster.selfcheck == "off":
             check_done(turn, CheckDone(node.name, ok=True))
     launch(turn)
+    if turn.job.phase == "training":  # an answer may be lost with the driver that asked
+        replenish_spares(turn)
 
 
 _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {

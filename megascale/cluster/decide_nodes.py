@@ -32,12 +32,7 @@ def node_joined(turn: Turn, event: NodeJoined) -> None:
         _readopt(turn, old, event)
         return
     if old is not None and old.state not in OVER and old.incarnation:
-        recovery.lose(turn, event.node, "its agent started anew", "agent_died")
-        turn.actions[:] = [  # the machine is well: only what ran on it is gone
-            one
-            for one in turn.actions
-            if not (isinstance(one, EvictNode) and one.node == event.node)
-        ]
+        recovery.lose(turn, event.node, "its agent started anew", "agent_died", stays=True)
     turn.put(
         Node(
             event.node,

@@ -14,7 +14,7 @@ from dataclasses import replace
 from megascale.cluster import ladder, placement
 from megascale.cluster.actions import EvictNode, Notify, SelfCheck, StopEpoch
 from megascale.cluster.job import KEPT_FAULTS, OVER, Fault, Node, NodeState, Planned, Recovery
-from megascale.cluster.launching import finish, launch
+from megascale.cluster.launching import finish, launch, replenish_spares
 from megascale.cluster.ledger import TimeKind
 from megascale.cluster.turn import Turn
 
@@ -199,8 +199,9 @@ def evict(turn: Turn, name: str, reason: str, *, block: bool) -> None:
     turn.say(f"{name} evicted: {reason}")
 
 
-def lose(turn: Turn, name: str, reason: str, kind: str) -> None:
-    """The node is gone without having been asked. Its backend is told, so that it stays away."""
+def lose(turn: Turn, name: str, reason: str, kind: str, *, stays: bool = False) -> None:
+    """The node is gone without having been asked. Its backend is told, so that it stays away;
+    not where the machine `stays` and only what ran on it is gone."""
     node = turn.job.nodes.get(name)
     if node is None or node.state in OVER:
         return
@@ -209,18 +210,25 @@ def lose(turn: Turn, name: str, reason: str, kind: str) -> None:
     )
     took_part = node.node_rank is not None
     _remove(turn, node, "lost")
-    turn.act(EvictNode(name, reason, block=False))
+    if not stays:
+        turn.act(EvictNode(name, reason, block=False))
     turn.say(f"{name} lost: {reason}")
     if took_part:
         fail(turn, fault)
-    after_leaving(turn, name)
+    never_came = not node.incarnation
+    if never_came and turn.job.phase in ("starting", "training"):
+        turn.set(starved_s=turn.now_s)  # its successor would fare alike: not at once
+    after_leaving(turn, name, stays=stays)
 
 
-def after_leaving(turn: Turn, name: str) -> None:
-    """Whatever phase was waiting for this node goes on without it."""
+def after_leaving(turn: Turn, name: str, *, stays: bool = False) -> None:
+    """Whatever phase was waiting for this node goes on without it; a spare is replaced while
+    ranks train on. In other phases the next start asks for spares."""
     stopped(turn, name)
     relaunch_if_checked(turn)
     launch(turn)
+    if turn.job.phase in ("starting", "training") and not stays:
+        replenish_spares(turn)
 
 
 def _remove(turn: Turn, node: Node, state: NodeState) -> None:

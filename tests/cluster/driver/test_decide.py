@@ -124,13 +124,6 @@ def test_a_node_is_lost_two_seconds_after_the_tolerated_flap() -> None:
     assert hand.closed() == [("silent", "lost")]
 
 
-def test_a_silent_spare_is_replaced_and_nobody_restarts() -> None:
-    hand = training(spares=1)
-    hand.go(NodeSilent("s0", 12.0))
-    assert hand.phase() == "training"
-    assert evicted(hand) == {"s0": False}
-
-
 def test_shrink_without_a_machine_and_grow_back_at_a_saved_state() -> None:
     hand = training(4, legal_nodes=(1, 2, 4))
     hand.go(NodeGone("n1"))
