@@ -49,6 +49,7 @@ class Watch:
         self._look = None
         stall = find_stall(digest.ages(), job.policy.cluster, digest.median_step_s)
         if stall is not None:
+            self._look = _Look(now_s, job.epoch)  # a dump may be here before the next look
             yield HangSuspected(stall.ranks, stall.reason, stall.step)
             return
         if job.phase == "training":

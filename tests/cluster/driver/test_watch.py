@@ -1,0 +1,48 @@
+"""A hang is suspected, dumps are asked for, and what they say is not lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megascale.cluster.decide import decide
+from megascale.cluster.driver.digest import Digest
+from megascale.cluster.driver.program import Program
+from megascale.cluster.driver.watch import Watch
+from megascale.cluster.messages import Command, DumpStacks, Result
+from megascale.cluster.transitions import Found, HangSuspected
+from megascale.telemetry.diagnose.hang import mesh_groups
+from megascale.topology import Mesh
+from tests.cluster.driver.test_digest import both, events, job
+
+IN_A_WAIT = """Thread 7 (idle): "MainThread"
+    all_reduce (torch/distributed/distributed_c10d.py:3252)
+    summer.<locals>.sum_over_group (megascale/parallel/groups.py:96)
+"""
+ASLEEP = """Thread 7 (idle): "MainThread"
+    forward (fault.py:21)
+    TransformerChunk.forward (megascale/model/transformer.py:108)
+"""
+
+
+def _result(node: str, sequence: int, stacks: dict[str, Any]) -> tuple[Result, Command]:
+    command = Command(epoch=1, sequence=sequence, order=DumpStacks(ranks=[]))
+    base = {"node": node, "incarnation": f"i-{node}", "epoch": 1, "sequence": sequence, "ok": True}
+    return Result.model_validate({**base, "detail": {"stacks": stacks}}), command
+
+
+def test_dumps_that_come_before_the_next_look_are_read(tmp_path: Path) -> None:
+    """An idle machine dumps in less than the second between two looks."""
+    groups = mesh_groups(Mesh(2, 2, 1))
+    watch = Watch(Program(tmp_path, (), groups=lambda _: groups))
+    digest, state = Digest(), job(step_deadline_s=10.0)
+    events(digest, state, 1.0, *both(4))
+    events(digest, state, 20.0, *both(5, phase="optimizer", age_s=11.0))
+    (suspected,) = watch.look(digest, state, 20.0)
+    assert isinstance(suspected, HangSuspected)
+    state = decide(state, suspected, 20.0).job
+    watch.see_result(*_result("n0", 8, {"0": IN_A_WAIT, "1": IN_A_WAIT}))
+    watch.see_result(*_result("n1", 9, {"2": ASLEEP, "3": IN_A_WAIT}))
+    (found,) = watch.look(digest, state, 21.0)
+    assert isinstance(found, Found)
+    assert (found.finding.ranks, found.finding.certain) == ((2,), True)
