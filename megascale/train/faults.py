@@ -21,10 +21,13 @@ import json
 import os
 import resource
 import signal
+import statistics
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +39,11 @@ from megascale.telemetry.hooks import Hook
 from megascale.train.assemble import Assembly
 
 FOR_EVER_S = 36_000.0
+_USUAL_STEPS = 16  # a step's usual time is the median of so many
+_CYCLES = 10_000_000  # of the device's clock, to learn how long they take: about 5 ms
 _DEFAULTS: dict[str, Any] = {
     "seconds": 0.1,  # slow: of each micro-batch; clock: how far it is put forward; kill_in_save
+    "share": 0.0,  # slow: of a step's time so far, instead of seconds; 0: seconds count
     "steps": 1,  # slow, spike: how many
     "scale": 8.0,  # spike: what the chunk's output is multiplied by
     "megabytes": 256,  # memory that is touched, or left free before it is
@@ -58,8 +64,10 @@ class Faults(Hook):
         self._orders: list[dict[str, Any]] = []
         self._at_end: list[dict[str, Any]] = []
         self._step = 0
+        self._began_s: deque[float] = deque(maxlen=_USUAL_STEPS + 1)
 
     def on_step_start(self, step: int) -> None:
+        self._began_s.append(time.monotonic())
         self._look()
         self._step = step
         for order in list(self._orders):
@@ -161,12 +169,30 @@ class Faults(Hook):
 
     def slow(self, order: dict[str, Any], step: int) -> None:
         last, seconds = step + int(order["steps"]), float(order["seconds"])
+        if order["share"]:
+            training, num_data = self._assembly.config.training, self._assembly.mesh.data
+            num_passes = training.global_batch_size // (training.micro_batch_size * num_data)
+            usual_s = statistics.median(b - a for a, b in pairwise(self._began_s))
+            seconds = float(order["share"]) * usual_s / num_passes
+        pause = self._pause(seconds)
 
         def wait(_module: object, _inputs: object) -> None:
             if self._step < last:
-                time.sleep(seconds)
+                pause()
 
         self._chunk().register_forward_pre_hook(wait)
+
+    def _pause(self, seconds: float) -> Callable[[], None]:
+        """What makes a computation so much later; on a GPU it is the device that waits."""
+        if self._assembly.device.type != "cuda":
+            return lambda: time.sleep(seconds)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        torch.cuda._sleep(_CYCLES)
+        end.record()
+        end.synchronize()
+        cycles = int(_CYCLES * seconds * 1e3 / begin.elapsed_time(end))
+        return lambda: torch.cuda._sleep(cycles)
 
     def nan(self, _order: dict[str, Any], _step: int) -> None:
         """The gradient of this rank's chunk is not a number, once."""

@@ -161,6 +161,24 @@ def test_slow_is_so_for_each_micro_batch_of_its_steps(tmp_path: Path) -> None:
     assert time.monotonic() - began < 0.6
 
 
+def test_slow_by_a_share_of_the_usual_step(
+    tmp_path: Path, assembly: Assembly, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = Faults(tmp_path / "orders.json", assembly, 0, 1)
+    hook.on_step_start(1)
+    time.sleep(0.4)
+    _order(tmp_path, {"id": "1", "kind": "slow", "ranks": [0], "share": 0.5, "seconds": 99.0})
+    hook.on_step_start(2)
+    usual_s = hook._began_s[1] - hook._began_s[0]
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    _loss(assembly, 2)
+    assert waits == [pytest.approx(0.5 * usual_s / 4)] * 4, "half a step, in four micro-batches"
+    hook.on_step_start(3)
+    _loss(assembly, 2)
+    assert len(waits) == 4
+
+
 def test_no_room_and_no_memory(tmp_path: Path, assembly: Assembly) -> None:
     with pytest.raises(OSError, match="No space left on device"):
         _hit(assembly, tmp_path, "disk_full")

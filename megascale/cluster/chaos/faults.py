@@ -97,7 +97,7 @@ KINDS: dict[str, Kind] = {
         ("straggler",),
         "rank",
         "restart",
-        options={"seconds": 0.1, "steps": 500},
+        options={"seconds": 0.1, "steps": 500, "share": 0.0},
     ),
     # ---- values
     "nan": Kind(
