@@ -227,7 +227,7 @@ class Loop:
             self.recorder.anchor()  # the device is idle: its clock is compared with the host's
         every = config.debug.check_replicas_interval
         if every and step % every == 0:
-            check_replicas(self.assembly, f"step {step}")
+            check_replicas(self.assembly, f"step {step}", self.recorder, step, step - every)
         every = config.validation.interval
         if every and step % every == 0 and step < config.training.steps:  # else in `_finish`
             self._validate()

@@ -269,7 +269,7 @@ class Persistence:
         """Parameters follow from the masters by the normal all-gather; replicas must agree."""
         with torch.no_grad():
             self.assembly.zero.gather_parameters()
-        check_replicas(self.assembly, f"after loading {where}")
+        check_replicas(self.assembly, f"after loading {where}", recorder=self.recorder)
 
 
 def _refuse_weights_alone(path: Path) -> None:

@@ -16,13 +16,13 @@ from megascale.cluster.driver.digest import Digest
 from megascale.cluster.driver.losses import Losses
 from megascale.cluster.driver.ports import Ports
 from megascale.cluster.driver.program import Groups, Program
+from megascale.cluster.driver.replicas import Replicas
 from megascale.cluster.job import JobState
 from megascale.cluster.messages import Noticed
 from megascale.cluster.transitions import Event, Found
 from megascale.telemetry.diagnose.finding import Finding
 from megascale.telemetry.diagnose.hang import RankView, localise
 from megascale.telemetry.diagnose.numerics import loss_spike, nonfinite
-from megascale.telemetry.diagnose.replicas import differing_replicas
 from megascale.telemetry.diagnose.straggler import Window, stragglers, window
 
 KEPT_WINDOWS = 10
@@ -76,20 +76,30 @@ class Detectors:
         self._windows: deque[Window] = deque(maxlen=KEPT_WINDOWS)
         self._next_step: int | None = None
         self._said: set[tuple[str, int | None]] = set()
-        self._digests: dict[int, dict[int, Mapping[str, str]]] = {}
+        self._replicas = Replicas()
         self._losses.skip()
 
     def look(self, digest: Digest, job: JobState) -> Iterator[Event]:
         """What is new. A finding of one kind and step is said once."""
+        yield from self.hear(digest, job)
+        groups = self._program.groups(job.world_size)
+        yield from self._new(
+            [
+                *self._stragglers(digest, groups, job),
+                *self._spikes(job),
+                *self._ports.look(digest.take_nics(), job, digest.step),
+            ]
+        )
+
+    def hear(self, digest: Digest, job: JobState) -> Iterator[Event]:
+        """Of what the trainers told of themselves. Also while they stop: some end right behind it,
+        and what they told says who is to blame for that."""
         if digest.epoch != self._epoch:
             self._begin(digest.epoch)
         groups = self._program.groups(job.world_size)
-        findings = [
-            *self._noticed(digest.take_noticed(), groups, job),
-            *self._stragglers(digest, groups, job),
-            *self._spikes(job),
-            *self._ports.look(digest.take_nics(), job, digest.step),
-        ]
+        yield from self._new([*self._noticed(digest.take_noticed(), groups, job)])
+
+    def _new(self, findings: list[Finding]) -> Iterator[Event]:
         for finding in findings:
             if (finding.kind, finding.step) not in self._said:
                 self._said.add((finding.kind, finding.step))
@@ -107,19 +117,11 @@ class Detectors:
             if one.name == "nonfinite" and one.step is not None:
                 bad.setdefault(rank, []).append((one.step, one.detail))
             if one.name == "replicas_differ":
-                digests = one.detail.get("digests")
-                if isinstance(digests, dict) and one.step is not None:
-                    told = {str(bucket): str(value) for bucket, value in digests.items()}
-                    self._digests.setdefault(one.step, {})[rank] = told
+                self._replicas.add(rank, one)
         found = nonfinite(bad, job.world_size)
         if found is not None:
             yield replace(found, kind="nonfinite_step", certain=False)
-        for step, digests_of in list(self._digests.items()):
-            if len(digests_of) == job.world_size:
-                del self._digests[step]
-                differing = differing_replicas(digests_of, groups.get("data", ()), step)
-                if differing is not None:
-                    yield differing
+        yield from self._replicas.look(groups)
 
     def _stragglers(self, digest: Digest, groups: Groups, job: JobState) -> Iterator[Finding]:
         """A window whenever all ranks have told of so many steps more."""

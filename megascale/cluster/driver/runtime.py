@@ -189,6 +189,8 @@ class Driver:
         if batch.heartbeats:
             for event in self._digest.settle(self.job):
                 self._decide(event, decided)
+            for event in self._watch.hear(self._digest, self.job):
+                self._decide(event, decided)
         for result, command in batch.results:
             self._watch.see_result(result, command)
             event_or_again = event_of(result, command, self.job)

@@ -55,6 +55,11 @@ class Watch:
         if job.phase == "training":
             yield from self._detectors.look(digest, job)
 
+    def hear(self, digest: Digest, job: JobState) -> Iterator[Event]:
+        """Of heartbeats that have just come, what ranks told of themselves."""
+        if digest.noticed and digest.epoch == job.ranks_epoch:
+            yield from self._detectors.hear(digest, job)
+
     def see_result(self, result: Result, command: Command) -> None:
         """A dump that was asked for."""
         if self._look is None or command.order.kind != "dump":

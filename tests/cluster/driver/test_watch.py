@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megascale.cluster.actions import StartEpoch
 from megascale.cluster.decide import decide
 from megascale.cluster.driver.digest import Digest
 from megascale.cluster.driver.program import Program
 from megascale.cluster.driver.watch import Watch
 from megascale.cluster.messages import Command, DumpStacks, Result
-from megascale.cluster.transitions import Found, HangSuspected
+from megascale.cluster.transitions import Found, HangSuspected, RankExited
 from megascale.telemetry.diagnose.hang import mesh_groups
 from megascale.topology import Mesh
-from tests.cluster.driver.test_digest import both, events, job
+from tests.cluster.driver.test_digest import beat, both, events, job, report
+from tests.cluster.driver.test_ladder import evicted, training
 
 IN_A_WAIT = """Thread 7 (idle): "MainThread"
     all_reduce (torch/distributed/distributed_c10d.py:3252)
@@ -46,3 +49,35 @@ def test_dumps_that_come_before_the_next_look_are_read(tmp_path: Path) -> None:
     (found,) = watch.look(digest, state, 21.0)
     assert isinstance(found, Found)
     assert (found.finding.ranks, found.finding.certain) == ((2,), True)
+
+
+def test_whose_bits_differ_is_heard_while_the_ranks_stop(tmp_path: Path) -> None:
+    """All of them raise right behind the comparison; the first exit must not decide."""
+    groups = mesh_groups(Mesh(1, 4, 1))
+    watch = Watch(Program(tmp_path, (), groups=lambda _: groups))
+    hand = training(spares=1)
+    digest = Digest()
+    for node in range(2):
+        ranks = [2 * node, 2 * node + 1]
+        told = [
+            {
+                "name": "replicas_differ",
+                "step": 6,
+                "detail": {"digests": {"b": "bad" if rank == 2 else "good"}, "agreed_step": 4},
+            }
+            for rank in ranks
+        ]
+        reports = [
+            report(rank, 6, noticed=[one], state="exited", exit_code=6)
+            for rank, one in zip(ranks, told, strict=True)
+        ]
+        for event in digest.take(beat(f"n{node}", *reports), 1.0, hand.job):
+            assert isinstance(event, RankExited)
+            message = "step 6: parameters differ between data-parallel replicas in b"
+            hand.go(replace(event, kind="exception", message=message))
+        assert hand.phase() == "stopping"
+        for event in watch.hear(digest, hand.job):
+            hand.go(event)
+    hand.stopped()
+    assert evicted(hand) == {"n1": True}, "where rank 2 was, and no other"
+    assert hand.the(StartEpoch).newest_step == 4
