@@ -13,14 +13,17 @@ CUDA, with the times that it rests on: H200, bf16, head dimension 128, forward +
 | fused | causal | cuDNN | 0.86 | 3.61 |
 | fused | window of 768, 2048 | FlexAttention, a cached block mask | 0.87 | 2.40 |
 | plain | causal | FlashAttention-2 | 1.51 | |
-| plain | window | memory-efficient attention with a mask `[S, S]`, keys and values repeated | | |
+| plain | window | FlashAttention-2 with its own window | | |
 
-FlexAttention without a window took 1.17 and 4.94 ms, so it is not for causal attention; torch's
-interface to cuDNN has no window. Grouped heads (GQA) go to all but the last row's kernel without
-being repeated. Head dimensions: cuDNN takes multiples of 8 up to 128 (more on some versions),
+FlexAttention without a window took 1.17 and 4.94 ms, so it is not for causal attention. Neither
+torch's interface to cuDNN nor its scaled_dot_product_attention has a window; its attention of
+packed sequences (`varlen_attn`) has FlashAttention-2's. Grouped heads (GQA) go to these kernels
+without being repeated. Head dimensions: cuDNN takes multiples of 8 up to 128 (more on some versions),
 FlashAttention-2 up to 256; where a kernel refuses, torch takes the next of the list (`_PRIORITY`),
 for fused FlashAttention-2, then memory-efficient, then explicit scores. FlexAttention is asked for
-powers of 2 from 16 on; other head dimensions with a window run as in plain mode.
+powers of 2 from 16 on; other head dimensions with a window run as in plain mode. What
+FlashAttention-2 does not take (fp32, wide or odd heads) runs with a mask `[S, S]`, keys and values
+repeated, which made a step of the 175B-wide layers 9 % slower at s 2048.
 
 Elsewhere:
 - generation on CUDA (S < Z): the same list, a boolean mask where S > 1;
@@ -80,6 +83,8 @@ def attention(
     causal = window is None and num_queries == num_keys
     if window is not None and num_queries == num_keys and _takes_flex(q, mode):
         return _window_cuda(q, k, v, window).transpose(1, 2)
+    if window is not None and num_queries == num_keys and _takes_flash(q_BSKH):
+        return _window_flash(q_BSKH, k_BZGH, v_BZGH, window)
     mask = None
     if not causal and (window is not None or num_queries > 1):
         mask = visible_mask(num_queries, num_keys, window, q.device)
@@ -98,6 +103,12 @@ def attention(
 def _takes_flex(q_BKSH: Tensor, mode: OperatorMode) -> bool:
     head_dim = q_BKSH.shape[-1]
     return mode == "fused" and q_BKSH.is_cuda and head_dim >= 16 and head_dim.bit_count() == 1
+
+
+def _takes_flash(q_BSKH: Tensor) -> bool:
+    head_dim = q_BSKH.shape[-1]
+    halves = q_BSKH.dtype in (torch.bfloat16, torch.float16)
+    return q_BSKH.is_cuda and halves and head_dim % 8 == 0 and head_dim <= 256
 
 
 @cached(maxsize=8)
@@ -136,6 +147,32 @@ def _window_cuda(q_BKSH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, window: int) ->
         q_BKSH, k_BGSH, v_BGSH, block_mask=block_mask, enable_gqa=grouped
     )
     return y
+
+
+@cached(maxsize=8)
+def _starts_B(num_sequences: int, seq_len: int, device: torch.device) -> Tensor:
+    """Where each of B equal sequences starts in their concatenation, and its end: `[B + 1]`."""
+    return torch.arange(num_sequences + 1, dtype=torch.int32, device=device) * seq_len
+
+
+def _window_flash(q_BSKH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, window: int) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    num_sequences, seq_len = q_BSKH.shape[:2]
+    starts_B = _starts_B(num_sequences, seq_len, q_BSKH.device)
+    y_TKH = varlen_attn(
+        q_BSKH.flatten(0, 1),
+        k_BSGH.flatten(0, 1),
+        v_BSGH.flatten(0, 1),
+        cu_seq_q=starts_B,
+        cu_seq_k=starts_B,
+        max_q=seq_len,
+        max_k=seq_len,
+        window_size=(window - 1, 0),
+        enable_gqa=q_BSKH.shape[2] != k_BSGH.shape[2],
+    )
+    assert isinstance(y_TKH, Tensor)
+    return y_TKH.unflatten(0, (num_sequences, seq_len))
 
 
 def attention_reference(
