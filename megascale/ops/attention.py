@@ -18,7 +18,7 @@ CUDA, with the times that it rests on: H200, bf16, head dimension 128, forward +
 FlexAttention without a window took 1.17 and 4.94 ms, so it is not for causal attention. Neither
 torch's interface to cuDNN nor its scaled_dot_product_attention has a window; its attention of
 packed sequences (`varlen_attn`) has FlashAttention-2's. Grouped heads (GQA) go to these kernels
-without being repeated. Head dimensions: cuDNN takes multiples of 8 up to 128 (more on some versions),
+without being repeated. Head dimensions: cuDNN takes multiples of 8 up to 128 (some versions more),
 FlashAttention-2 up to 256; where a kernel refuses, torch takes the next of the list (`_PRIORITY`),
 for fused FlashAttention-2, then memory-efficient, then explicit scores. FlexAttention is asked for
 powers of 2 from 16 on; other head dimensions with a window run as in plain mode. What
