@@ -35,11 +35,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megascale.flux import collectives
 from megascale.telemetry.hooks import Hook
 from megascale.train.assemble import Assembly
 
 FOR_EVER_S = 36_000.0
 _USUAL_STEPS = 16  # a step's usual time is the median of so many
+_SEND = 3  # of skip_collective's groups
 _CYCLES = 10_000_000  # of the device's clock, to learn how long they take: about 5 ms
 _DEFAULTS: dict[str, Any] = {
     "seconds": 0.1,  # slow: of each micro-batch; clock: how far it is put forward; kill_in_save
@@ -49,6 +51,7 @@ _DEFAULTS: dict[str, Any] = {
     "megabytes": 256,  # memory that is touched, or left free before it is
     "lines": 20_000,  # log_storm
     "code": 17,  # exit
+    "group": 0,  # skip_collective: of the world; 1: tensor, 2: data, 3: a send of the pipeline
 }
 
 
@@ -155,17 +158,25 @@ class Faults(Hook):
         while True:  # a signal ends the sleep
             ctypes.PyDLL(None).sleep(int(FOR_EVER_S))
 
-    def skip_collective(self, _order: dict[str, Any], _step: int) -> None:
-        """Leave out this rank's part of the step's next sum over the world."""
-        real = dist.all_reduce
+    def skip_collective(self, order: dict[str, Any], _step: int) -> None:
+        """Leave out this rank's part of a group's next collective, or its next send."""
+        groups, which = self._assembly.groups, int(order["group"])
+        wanted = (None, groups.tensor, groups.data)[which] if which < _SEND else None
+        places = [(m, name) for m, name in _COLLECTIVES if (name == "isend") == (which == _SEND)]
+        real = [getattr(module, name) for module, name in places]
 
-        def once(tensor: Tensor, *rest: Any, **named: Any) -> Any:
-            if named.get("group") is not None or rest:
-                return real(tensor, *rest, **named)
-            dist.all_reduce = real
-            return _Done()
+        def leaving_out(call: Callable[..., Any]) -> Callable[..., Any]:
+            def once(*values: Any, **named: Any) -> Any:
+                if which != _SEND and named.get("group") is not wanted:
+                    return call(*values, **named)
+                for (module, name), before in zip(places, real, strict=True):
+                    setattr(module, name, before)
+                return _Done()
 
-        dist.all_reduce = once
+            return once
+
+        for (module, name), call in zip(places, real, strict=True):
+            setattr(module, name, leaving_out(call))
 
     def slow(self, order: dict[str, Any], step: int) -> None:
         last, seconds = step + int(order["steps"]), float(order["seconds"])
@@ -275,6 +286,11 @@ _KINDS: dict[str, Callable[[Faults, dict[str, Any], int], None]] = {
         "clock",
     )
 }
+# What the trainer calls with the keyword `group`.
+_COLLECTIVES: tuple[tuple[Any, str], ...] = (
+    *((dist, name) for name in ("all_reduce", "all_to_all_single", "isend")),
+    *((collectives, name) for name in ("_gather_single", "_scatter_single")),
+)
 # Those that wait for the end of a step behind which something else happens: every how many steps.
 _AT_END: dict[str, Callable[[Assembly], int]] = {
     "flip": lambda assembly: assembly.config.debug.check_replicas_interval,

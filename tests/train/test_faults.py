@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megascale.config import load_config
 from megascale.errors import NumericalError
+from megascale.flux import collectives
 from megascale.train import faults
 from megascale.train.assemble import Assembly, assemble
 from megascale.train.faults import Faults
@@ -214,6 +215,25 @@ def test_a_skipped_collective_is_the_next_one_of_the_world_alone(
     assert skipped.wait()
     dist.all_reduce(torch.zeros(1), async_op=True)
     assert called == ["data", "None"]
+
+
+@pytest.mark.parametrize(("group", "skips"), [(1, "tensor"), (2, "data"), (3, "send")])
+def test_a_skipped_collective_of_another_group(
+    tmp_path: Path, assembly: Assembly, monkeypatch: pytest.MonkeyPatch, group: int, skips: str
+) -> None:
+    called: list[object] = []
+    places = [(dist, "all_reduce"), (collectives, "_gather_single"), (dist, "isend")]
+    for module, name in places:
+        monkeypatch.setattr(module, name, lambda *_, **named: called.append(named["group"]))
+    monkeypatch.setattr(assembly.groups, "tensor", "tensor")
+    monkeypatch.setattr(assembly.groups, "data", "data")
+    _hit(assembly, tmp_path, "skip_collective", group=group)
+    for _ in range(2):
+        dist.all_reduce(torch.zeros(1), group="data")
+        collectives._gather_single(torch.zeros(2), torch.zeros(1), group="tensor")
+        dist.isend(torch.zeros(1), 1, group="send")
+    everything = ["data", "tensor", "send"]
+    assert called == [*(one for one in everything if one != skips), *everything]
 
 
 def _flip_one(rank: int, world_size: int, folder: str) -> int:

@@ -61,8 +61,8 @@ def _died(injector: Injector, *causes: str, **more: float) -> Kind:
     return Kind(injector, "rank", causes, "rank", "restart", options=more)
 
 
-def _hung(injector: Injector) -> Kind:
-    return Kind(injector, "rank", ("hang",), "rank", "restart")
+def _hung(injector: Injector, **more: float) -> Kind:
+    return Kind(injector, "rank", ("hang",), "rank", "restart", options=more)
 
 
 def _node(injector: Injector, *causes: str, needs: tuple[str, ...] = (), **more: float) -> Kind:
@@ -88,7 +88,7 @@ KINDS: dict[str, Kind] = {
     ),
     # ---- a rank hangs, or is slow
     "sigstop": _hung(inject.rank_signal(signal.SIGSTOP)),
-    "skip_collective": _hung(inject.ordered("skip_collective")),
+    "skip_collective": _hung(inject.ordered("skip_collective"), group=0),
     "gil": _hung(inject.ordered("gil")),
     "sleep": _hung(inject.ordered("sleep")),
     "straggler": Kind(
@@ -125,7 +125,12 @@ KINDS: dict[str, Kind] = {
         "rank",
         "restart",
         values=True,
-        overrides=("debug.check_replicas_interval=1",),  # to name it, three replicas or more
+        overrides=(  # of two replicas nobody knows which is right: to name it takes three or more
+            "debug.check_replicas_interval=1",
+            "parallelism.tensor_parallel_size=1",
+            "parallelism.pipeline_parallel_size=1",
+            "training.micro_batch_size=1",
+        ),
     ),
     # ---- resources
     "out_of_memory": _died(inject.ordered("out_of_memory"), "out_of_memory", megabytes=64),
