@@ -28,18 +28,23 @@ def read_gpus(arguments: Mapping[str, Any], tell: Callable[[str], None]) -> dict
             **found,
             "missing": "nvidia-ml-py is not installed: pip install 'megascale[cluster]'",
         }
-    import pynvml as nvml
+    import pynvml
 
+    return {**found, **read_nvml(pynvml, tell)}
+
+
+def read_nvml(nvml: Any, tell: Callable[[str], None]) -> dict[str, Any]:
+    """The same of an NVML (`pynvml`, or something with the same functions): driver, devices."""
     tell("NVML's start")
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        return {**found, "missing": f"NVML does not start ({error})"}
-    found["driver"] = _text(nvml.nvmlSystemGetDriverVersion())
+        return {"missing": f"NVML does not start ({error})"}
+    devices = []
     for index in range(nvml.nvmlDeviceGetCount()):
         tell(f"GPU {index}")
-        found["devices"].append(_device(nvml, index))
-    return found
+        devices.append(_device(nvml, index))
+    return {"driver": _text(nvml.nvmlSystemGetDriverVersion()), "devices": devices}
 
 
 def _device(nvml: Any, index: int) -> dict[str, Any]:
