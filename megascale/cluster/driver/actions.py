@@ -48,7 +48,7 @@ class Hands:
         self._lock = threading.Lock()
         self._watching: Future[None] | None = None
 
-    def do(self, action: Action, job: JobState) -> None:  # noqa: C901 - a row an action
+    def do(self, action: Action, job: JobState) -> None:
         """In the deciding thread; never waits."""
         match action:
             case StartEpoch():
@@ -63,21 +63,14 @@ class Hands:
                     wanted = [rank for rank in ranks if rank in own]
                     self._desk.push(name, messages.DumpStacks(ranks=wanted), job.epoch)
             case EvictNode():
-                _log.warning("evict %s: %s", action.node, action.reason)
                 self._call(lambda: self._evict(action))
             case Replenish():
                 self._call(lambda: self._replenish(action, job))
-            case Notify(text=text):
-                _log.info("%s", text)
-            case Alert(text=text):
-                _log.warning("%s", text)
-            case Opened(incident=incident):
-                _log.warning("incident %d %s: %s", incident.number, incident.cause, incident.text)
-            case Closed(incident=incident, outcome=outcome):
-                _log.info("incident %d %s: %s", incident.number, incident.cause, outcome)
             case FinishJob():
                 self.finished = action
                 self._tell(list(job.nodes), messages.Leave(), job)
+            case Notify() | Alert() | Opened() | Closed():
+                pass  # for people: `words.py`
 
     def watch(self) -> None:
         """Ask the backend what happened, unless the last question is not answered yet."""
@@ -111,12 +104,6 @@ class Hands:
             self._program.roll_back(action.back, action.newest_step)
         for node, order in self._program.orders(action, job, free_port()):
             self._desk.push(node, order, job.epoch)
-        _log.info(
-            "epoch %d starts on %d nodes: %s",
-            action.epoch,
-            len(action.places),
-            ", ".join(place.node for place in action.places[:16]),
-        )
 
     def _self_check(self, action: SelfCheck, job: JobState) -> None:
         peers = list(action.nodes) if action.level == "full" and len(action.nodes) > 1 else []

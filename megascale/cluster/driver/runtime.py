@@ -23,20 +23,22 @@ from megascale.cluster.decide import Decision, begin, decide
 from megascale.cluster.driver.actions import Hands
 from megascale.cluster.driver.desk import Batch, Desk, JoinAsked
 from megascale.cluster.driver.digest import Digest
+from megascale.cluster.driver.first_rank import FirstRank
 from megascale.cluster.driver.journal import Journal
 from megascale.cluster.driver.lock import DriverLock, FencedDriverError
 from megascale.cluster.driver.program import Program
 from megascale.cluster.driver.refusals import RefusedError
 from megascale.cluster.driver.results import event_of
+from megascale.cluster.driver.silences import silent_nodes
 from megascale.cluster.driver.takeover import check_same_job
 from megascale.cluster.driver.watch import Watch
+from megascale.cluster.driver.words import Words
 from megascale.cluster.job import OVER, JobState
 from megascale.cluster.transitions import (
     DriverRestarted,
     Event,
     NodeGone,
     NodeJoined,
-    NodeSilent,
     Policy,
     StopRequested,
     Tick,
@@ -69,7 +71,6 @@ class Driver:
         self.journal = Journal(folder / "journal.sqlite")
         self._began_s = time.monotonic()
         self._base_s = 0.0
-        self._first: list[tuple[Event, Decision, float]] = []
         self.is_restart = False
         try:
             decision = self._restore(policy) or begin(policy)
@@ -81,9 +82,10 @@ class Driver:
             self.journal.begin(decision, 0.0)
         self.desk = Desk(self.job)
         self._make_backend, self._program = backend, program
-        self._start_actions = decision.actions
+        self._start = decision
         self._digest, self._watch = Digest(), Watch(program)
-        self._asked_to_stop = False
+        self._words = Words()
+        self._first_rank = FirstRank(program.run_dir, is_recipe=program.argv is None)
 
     @property
     def job_s(self) -> float:
@@ -125,6 +127,7 @@ class Driver:
                     self._each_second(now_s)
             give_back = True
             self._say_goodbye()
+            self._first_rank.look(time.monotonic(), None)
             finished = self._hands.finished
             (_log.info if finished.ok else _log.error)("%s", finished.report)
             return finished.exit_code
@@ -160,9 +163,10 @@ class Driver:
 
     def _begin(self) -> None:
         if self.is_restart:
-            _log.info("job restored in epoch %d, phase %s", self.job.epoch, self.job.phase)
+            _log.info("this driver goes on with the job, epoch %d", self.job.epoch)
             self._adopt()
-        for action in self._start_actions:
+        self._words.say(None, self._start)
+        for action in self._start.actions:
             self._hands.do(action, self.job)
 
     def _adopt(self) -> None:
@@ -206,12 +210,13 @@ class Driver:
 
     def _each_second(self, now_s: float) -> None:
         decided: list[tuple[Event, Decision, float]] = []
-        for event in self._silences(now_s):
-            self._decide(event, decided)
+        for silent in silent_nodes(self.job, self.desk.silences(now_s)):
+            self._decide(silent, decided)
         for event in self._watch.look(self._digest, self.job, now_s):
             self._decide(event, decided)
         self._decide(Tick(), decided)
         self._commit(decided)
+        self._first_rank.look(now_s, self._digest.step)
         self._hands.watch()
 
     def _decide(self, event: Event, decided: list[tuple[Event, Decision, float]]) -> None:
@@ -235,26 +240,9 @@ class Driver:
         for asked, joined in joins:  # before commands are queued for them
             self._answer(asked, joined)
         for event, decision, _ in decided:
-            if decision.reason:
-                _log.info("%s: %s", type(event).__name__, decision.reason)
+            self._words.say(event, decision)
             for action in decision.actions:
                 self._hands.do(action, decision.job)
-
-    def _silences(self, now_s: float) -> list[Event]:
-        """Nodes that are silent. When all of several are, it is rather the driver that is cut off:
-        they are judged no further than suspicion, for as long as agents train on alone."""
-        cluster, nodes = self.job.policy.cluster, self.job.nodes
-        silences = self.desk.silences(now_s)
-        living = [n.name for n in nodes.values() if n.state not in OVER and n.incarnation]
-        silent = [name for name in living if silences.get(name, 0.0) >= cluster.suspect_after_s]
-        cut_off = len(living) >= 3 and len(silent) == len(living)
-        events: list[Event] = []
-        for name in silent:
-            silence_s = silences[name]
-            if cut_off and silence_s < cluster.orphan_timeout_s:
-                silence_s = min(silence_s, cluster.suspect_after_s)
-            events.append(NodeSilent(name, silence_s))
-        return events
 
     def _joined(self, asked: JoinAsked) -> NodeJoined:
         message, facts = asked.message, asked.message.facts

@@ -17,6 +17,7 @@ from megascale.cluster.backends.base import AgentStart, Backend
 from megascale.cluster.driver.program import Program
 from megascale.cluster.driver.runtime import Driver
 from megascale.cluster.driver.server import Server, make_token
+from megascale.cluster.driver.words import Dated
 from megascale.cluster.transitions import Policy
 from megascale.config import RunConfig, load_config
 from megascale.errors import ConfigError
@@ -45,9 +46,9 @@ class Job:
 
 def run(job: Job, backend: Backend | None = None) -> int:
     """Until the job ends; signals ask it to save and stop. `backend` as of `start`."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s [driver] %(message)s", stream=sys.stdout
-    )
+    to_terminal = logging.StreamHandler(sys.stdout)
+    to_terminal.setFormatter(Dated("%(asctime)s %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=logging.INFO, handlers=[to_terminal])
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     started = start(job, backend)
     old = {s: signal.signal(s, started.on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
