@@ -32,7 +32,7 @@ env-dev: $(DEV) ## the same and what the tests and checks need
 $(CORE): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $$(grep '^torch==' $(CONSTRAINTS)) -c $(CONSTRAINTS)
-	$(PIP) --editable . tensorboard -c $(CONSTRAINTS)
+	$(PIP) --editable '.[cluster]' tensorboard -c $(CONSTRAINTS)
 	@touch $@
 
 $(DEV): $(CORE)
@@ -40,7 +40,8 @@ $(DEV): $(CORE)
 	@touch $@
 
 train: $(CORE) | $(DATA) ## train a small model on real text with 4 processes, and sample from it
-	$(BIN)/megascale train recipes/first-run.toml --nproc $(RANKS) --set job.run_dir=$(RUN)
+	$(BIN)/megascale run recipes/first-run.toml --nodes 1 --procs-per-node $(RANKS) \
+	    --set job.run_dir=$(RUN)
 	$(BIN)/megascale generate $(RUN) --prompt "def "
 	@echo
 	@echo "The run is in $(RUN): its configuration, metrics, events and checkpoints."

@@ -24,8 +24,13 @@ def test_the_first_run_gets_well_under_the_unigram_entropy(tmp_path: Path) -> No
         "checkpoint.interval": 0,
     }
     flags = [part for item in settings.items() for part in ("--set", "{}={}".format(*item))]
-    command = [sys.executable, "-m", "megascale", "train", "recipes/first-run.toml", *flags]
-    subprocess.run([*command, "--nproc", "4"], check=True, timeout=280)
+    command = [sys.executable, "-m", "megascale", "run", "recipes/first-run.toml", *flags]
+    ranks = ["--nodes", "1", "--procs-per-node", "4"]
+    run = subprocess.run(
+        [*command, *ranks], check=True, timeout=280, capture_output=True, text=True
+    )
+    assert " step: 20  loss: " in run.stdout
+    assert " nats, " in run.stdout, "what `benchmarks/first_run.py` reads"
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     loss = json.loads(lines[-1])["validation_loss"]
     assert loss <= meta.unigram_entropy_nats - 0.5
