@@ -182,6 +182,8 @@ def tell(line: Line, story: Story) -> Line:
     opened = story.opened()
     line.noticed_s = after(next(iter(opened.values()), None))
     line.decided_s, line.started_s, line.new_s = after(decided), after(started), after(new)
+    if new is not None and line.lost_steps is None:
+        line.lost_steps = 0  # it went on, and nothing was done twice
     line.readopted_s = hit.said.get("readopted_s")
     line.suspect_s = after(_first(story, "silent"))
     line.restarts = sum(len(turn.did("StartEpoch")) for turn in story.turns)

@@ -92,6 +92,7 @@ def test_a_killed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert line.first_s == pytest.approx((line.started_s or 0.0) + 4.0)
     assert (line.cause, line.right, line.restarts) == ("signal", True, 1)
     assert line.closing.startswith("recovered")
+    assert line.lost_steps == 0, "nothing was done twice"
     assert asdict(line)["named"] == f"rank 2 on {hit.node}"
 
 
@@ -99,6 +100,7 @@ def test_what_would_be_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     job = Watched(tmp_path, monkeypatch)
     hit = _killed(job, 2)
     open_still = _judge("kill", hit, job.turns())
+    assert open_still.lost_steps is None
     assert "closed 0 times" in open_still.wrong
     assert "no new step" in open_still.wrong
     _resumed(job)
