@@ -13,6 +13,7 @@ from megascale import __version__
 from megascale.cluster.driver.desk import Desk
 from megascale.cluster.driver.refusals import RefusedError
 from megascale.cluster.driver.status import status_of
+from megascale.cluster.job import OVER
 from megascale.cluster.messages import (
     POLL_S,
     Accepted,
@@ -119,9 +120,14 @@ def _for_people(
 
     @router.post("/evict")
     async def evict(message: EvictRequest) -> Accepted:
-        if message.node not in desk.job.nodes:
-            known = ", ".join(list(desk.job.nodes)[:20]) or "none yet"
-            raise desk.refusals.refuse(404, f"there is no node {message.node}; known: {known}")
+        nodes = desk.job.nodes
+        there = [f"{one.name} ({one.state})" for one in nodes.values() if one.state not in OVER]
+        legal = f"nodes that can be evicted: {', '.join(there[:20]) or 'none'}"
+        if message.node not in nodes:
+            raise desk.refusals.refuse(404, f"there is no node {message.node}; {legal}")
+        state = nodes[message.node].state
+        if state in OVER:
+            raise desk.refusals.refuse(409, f"{message.node} is {state} already; {legal}")
         desk.post(EvictRequested(message.node, message.reason, message.block))
         return Accepted(epoch=desk.job.epoch)
 

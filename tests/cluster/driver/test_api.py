@@ -161,7 +161,21 @@ def test_a_result_of_no_command_changes_nothing(made: Cluster) -> None:
 def test_evicting_nobody_says_who_there_is(made: Cluster) -> None:
     answer = made.client.post("/v1/evict", json={"node": "n77", "reason": "x"})
     assert answer.status_code == 404
-    assert "n0, n1" in answer.json()["detail"]
+    assert "n0 (active), n1 (active)" in answer.json()["detail"]
+
+
+def test_evicting_a_node_that_left_is_refused_with_who_is_there(tmp_path: Path) -> None:
+    with cluster(tmp_path, quick(spares=1)) as made:
+        made.run()
+        made.until(lambda s: s.phase == "training" and any(n.state == "spare" for n in s.nodes))
+        spare = next(node.node for node in made.status().nodes if node.state == "spare")
+        request = {"node": spare, "reason": "maintenance"}
+        assert made.client.post("/v1/evict", json=request).status_code == 200
+        made.until(lambda s: any(n.node == spare and n.state == "evicted" for n in s.nodes))
+        again = made.client.post("/v1/evict", json=request)
+        assert again.status_code == 409
+        assert again.json()["detail"].startswith(f"{spare} is evicted already; nodes that can be")
+        assert f"{spare} (" not in again.json()["detail"]
 
 
 def test_what_is_refused_is_told_once(made: Cluster, caplog: pytest.LogCaptureFixture) -> None:
