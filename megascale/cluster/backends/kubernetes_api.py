@@ -56,7 +56,7 @@ class Api:
             self._config = import_module("kubernetes.config")
             self._watch = import_module("kubernetes.watch")
         except ModuleNotFoundError:
-            raise require_extra("kubernetes", "cluster") from None
+            raise require_extra("kubernetes", "kubernetes") from None
         self._namespace = options.namespace
         configuration = self._configuration(options)
         connection = self._client.ApiClient(configuration)
