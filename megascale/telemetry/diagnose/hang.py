@@ -10,7 +10,7 @@ The rules, the strongest first:
    those that wait do)
 2. a rank whose stack is in no wait, while the others wait
 3. the end of the waits (`waiting.py`): everybody waits for it, and it waits for nobody
-4. in a circle of waits, who is missing from an otherwise complete collective: it skipped one
+4. in a circle of waits, who skipped a collective or a send (`circles.py`)
 5. where no wait shows on the pages, the few whose place, stack or completed step is another
 
 Sequence numbers count, never the state of a collective: gloo reports one that timed out as done.
@@ -25,14 +25,13 @@ from typing import Any
 
 from megascale.events import group_id
 from megascale.telemetry.diagnose import stacks as reading
+from megascale.telemetry.diagnose.awaited import awaited
+from megascale.telemetry.diagnose.circles import in_circle, skipped_by
 from megascale.telemetry.diagnose.finding import Finding
 from megascale.telemetry.diagnose.oddity import odd_ranks
 from megascale.telemetry.diagnose.places import (
-    AHEAD,
-    BEHIND,
     DEAD,
     STOPPED,
-    UNINTERRUPTIBLE,
     RankView,
     may_wait_unseen,
 )
@@ -79,9 +78,10 @@ def localise(
     everyone = sorted({*views, *(r for g in groups.values() for members in g for r in members)})
     verdict = _gone(views, everyone)
     if verdict is None:
-        seen = Observed(
-            {rank: views[rank] for rank in everyone}, groups, _stands(dumped), set(dumped)
-        )
+        stands = _stands(dumped)
+        inputs = {rank: found for rank in stands if (found := awaited(dumped[rank])) is not None}
+        known = {rank: views[rank] for rank in everyone}
+        seen = Observed(known, groups, stands, set(dumped), inputs)
         verdict = _by_waits(seen) or _by_difference(seen, dumped)
     guilty = tuple(sorted(verdict.why))
     return Finding(
@@ -167,13 +167,13 @@ def _by_waits(seen: Observed) -> _Verdict | None:
         if len(end) > 1:
             members = {node for node in end if node < num_ranks}
             inside = [waits.meetings[node - num_ranks] for node in end if node >= num_ranks]
-            found, sure = _in_circle(seen, members, inside)
+            found, sure = in_circle(seen, members, inside)
             certain = certain and sure
             strong |= found
         elif seen.stands.get(rank) == "busy":
             busy[rank] = "in no wait"
         elif rank in skipped:
-            strong[rank] = _skipped(skipped[rank])
+            strong[rank] = skipped_by(skipped[rank])
             certain = certain and seen.waits(skipped[rank].front[0])
         elif rank in waited_for and not seen.waits(rank):
             if may_wait_unseen(seen.views[rank]):
@@ -191,10 +191,6 @@ def _by_waits(seen: Observed) -> _Verdict | None:
     return _Verdict(min(places.values(), key=len), certain=False) if places else None
 
 
-def _skipped(meeting: Meeting) -> str:
-    return f"skipped a collective of {meeting.group}, where {len(meeting.front)} wait"
-
-
 def _stands_alone(seen: Observed, meetings: Sequence[Meeting], rank: int) -> bool:
     """Whether the pages prove that the rank itself stopped, and did not wait for one that skipped
     a collective: several wait for it, and its tensor peers are many and further, or stand with it.
@@ -206,41 +202,6 @@ def _stands_alone(seen: Observed, meetings: Sequence[Meeting], rank: int) -> boo
     others = [seen.views[peer] for peer in tensor if seen.views[peer].place != view.place]
     torn = any((o.group_id, o.seq) == (view.group_id, view.seq) for o in others)
     return not torn and (len(tensor) == 1 or len(others) > 1)
-
-
-def _in_circle(
-    seen: Observed, members: set[int], meetings: Sequence[Meeting]
-) -> tuple[dict[int, str], bool]:
-    """Suspects in a circle of waits."""
-    asleep = {rank for rank in members if seen.views[rank].os_state == UNINTERRUPTIBLE}
-    if asleep:
-        return dict.fromkeys(asleep, "uninterruptible"), False
-    skipped = [
-        (len(absent), absent, meeting)
-        for meeting in meetings
-        if (absent := tuple(r for r in (*meeting.missing, *meeting.skipped) if r in members))
-        and all(seen.compare(r, meeting.front[0]) != BEHIND for r in absent)
-    ]
-    all_wait = all(seen.waits(rank) for rank in members)
-    unclear = members & seen.unclear
-    if unclear and unclear < members:
-        return dict.fromkeys(unclear, "in no known wait"), False
-    if skipped:
-        fewest = min(number for number, _, _ in skipped)
-        best = [(absent, meeting) for number, absent, meeting in skipped if number == fewest]
-        ahead = [
-            (absent, meeting)
-            for absent, meeting in best
-            if all(seen.compare(r, meeting.front[0]) == AHEAD for r in absent)
-        ]
-        chosen = ahead or best
-        why = {rank: _skipped(meeting) for absent, meeting in chosen for rank in absent}
-        if len(why) == 2 and fewest == 1 and all_wait:  # each of two says it of the other
-            why = {rank: why[rank] for rank in [seen.further(*why)]}
-        return why, all_wait and len(why) == fewest
-    computing = {r for r in members if seen.views[r].phase not in ("send", "recv")}
-    suspects = computing if computing and not all_wait else members
-    return dict.fromkeys(suspects, "in a circle of waits"), False
 
 
 # ---------------------------------------------------------------- rule 5

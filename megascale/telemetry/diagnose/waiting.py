@@ -15,8 +15,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from megascale.events import group_id
+from megascale.telemetry.diagnose.awaited import Awaited, has_sent
 from megascale.telemetry.diagnose.places import (
     AHEAD,
     BEHIND,
@@ -38,7 +40,8 @@ Groups = Mapping[str, Sequence[tuple[int, ...]]]
 class Meeting:
     """Ranks at one collective of a group, and members that have not come, as far as is known.
 
-    skipped  members that are further, though the others still wait here
+    skipped      members that are further, though the others still wait here
+    is_transfer  one rank that waits to receive, and the one that is to send
     """
 
     group: str
@@ -46,6 +49,7 @@ class Meeting:
     front: tuple[int, ...]
     missing: tuple[int, ...] = ()
     skipped: tuple[int, ...] = ()
+    is_transfer: bool = False
 
 
 @dataclass
@@ -70,8 +74,9 @@ class Waits:
 class Observed:
     """The views of all ranks (0 to n - 1, none missing) with what follows from the groups.
 
-    stands  what ranks do by their stacks; absent: nobody knows
-    dumped  ranks with a stack, telling or not
+    stands   what ranks do by their stacks; absent: nobody knows
+    dumped   ranks with a stack, telling or not
+    awaited  what ranks wait to receive, by their stacks
     """
 
     def __init__(
@@ -80,7 +85,9 @@ class Observed:
         groups: Groups,
         stands: Mapping[int, Stand],
         dumped: set[int],
+        awaited: Mapping[int, Awaited] = MappingProxyType({}),
     ) -> None:
+        self.awaited = awaited
         self.views, self.groups, self.stands = views, groups, stands
         self.unclear = dumped - stands.keys() if stands else set()
         self.names = {group_id(name): name for name in groups}
@@ -131,7 +138,11 @@ def find_waits(seen: Observed) -> Waits:
     """The graph of `seen`. Ranks that do not wait, by their stacks, have no edges."""
     waits = Waits()
     for rank in seen.views:
-        if seen.stands.get(rank, "transfer") == "transfer":
+        transfer = _transfer(seen, rank)
+        if transfer is not None:
+            waits.meetings.append(transfer)
+            waits.meeting_of[rank] = len(waits.meetings) - 1
+        elif seen.stands.get(rank, "transfer") == "transfer":
             neighbours = _neighbours(seen, rank)
             if neighbours:
                 waits.neighbours[rank] = neighbours
@@ -237,6 +248,20 @@ def _arrived(seen: Observed, name: str, waiter: int, other: int) -> int:
     if stand != seen.stands.get(other):
         return BEHIND
     return AHEAD if one_program and here.place != there.place else UNKNOWN
+
+
+def _transfer(seen: Observed, rank: int) -> Meeting | None:
+    """The transfer that `rank` waits to receive, by its stack; is its sender past it?"""
+    members = seen.instance.get("pipeline", {}).get(rank, ())
+    payload = seen.awaited.get(rank)
+    if payload in (None, "nothing") or len(members) < 2:
+        return None
+    step = -1 if payload == "activation" else 1
+    other = members[(seen.stage[rank] + step) % len(members)]
+    views = seen.views
+    sent = has_sent(views[rank], views[other], payload, seen.awaited.get(other), seen.payload_of)
+    skipped, missing = ((other,), ()) if sent == AHEAD else ((), (other,))
+    return Meeting("pipeline", None, (rank,), missing, skipped, is_transfer=True)
 
 
 def _neighbours(seen: Observed, rank: int) -> tuple[int, ...]:

@@ -23,9 +23,10 @@ from megascale.topology import Mesh
 from tests.telemetry.diagnose import real_stacks
 from tests.telemetry.diagnose.planted_program import LARGE, LAYOUTS, Layout, Op, stage_program
 
-__all__ = ["KINDS", "LARGE", "LAYOUTS", "Hang", "Layout", "plant"]
+__all__ = ["KINDS", "LARGE", "LAYOUTS", "SKIPS", "Hang", "Layout", "plant"]
 
-KINDS = ("stop", "skip", "gil", "asleep", "two asleep", "dead", "silent", "frozen")
+KINDS = ("stop", "skip", "unsent", "gil", "asleep", "two asleep", "dead", "silent", "frozen")
+SKIPS = ("skip", "unsent")  # a collective, a send of the pipeline
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Hang:
         """`py-spy dump` of those that have a process which can be read: no dead or frozen one."""
         return {
             rank: real_stacks.dump(
-                self.kind if rank in self.guilty and self.kind != "skip" else "waits",
+                self.kind if rank in self.guilty and self.kind not in SKIPS else "waits",
                 self.where(rank),
                 self.seed + rank,
             )
@@ -79,11 +80,11 @@ def plant(layout: Layout, kind: str, seed: int, *, phase: str | None = None) -> 
         job.fault_at[rank] = _fault_place(
             random.Random(place_seed), program, kind, phase, _with_peers(mesh)
         )
-    job.skips = kind == "skip"
+    job.skips = kind in SKIPS
     job.counts_skipped = rng.random() < 0.5
     job.run()
     assert not job.is_done(), f"{layout}, {kind}, seed {seed}: nobody hangs"
-    if kind != "skip":  # of two stages, one may have kept the other from its fault
+    if kind not in SKIPS:  # of two stages, one may have kept the other from its fault
         guilty = tuple(r for r in guilty if job.ranks[r].index == job.fault_at[r])
     now_s = max(state.page_s for state in job.ranks) + rng.uniform(10, 30)
     views = {rank: state.view(now_s) for rank, state in enumerate(job.ranks)}
@@ -110,9 +111,12 @@ def _fault_place(
 ) -> int:
     """Index of an operation in the second step: the rank stops in front of it, or skips it."""
     second = range(len(program) // 3, 2 * len(program) // 3)
-    if kind == "skip":
+    if kind in SKIPS:
+        wanted = ("send", None) if kind == "unsent" else ("post", skippable)
         meetings = [
-            i for i in second if program[i].kind == "post" and program[i].group in skippable
+            i
+            for i in second
+            if program[i].kind == wanted[0] and (wanted[1] is None or program[i].group in wanted[1])
         ]
         return rng.choice(meetings)
     phases = [phase] if phase else None

@@ -29,6 +29,11 @@ _TOPS = {
     Receive.wait (megascale/parallel/transfers.py:126)
     PipelineRuntime._received (megascale/parallel/pipeline.py:258)
     PipelineRuntime._forward (megascale/parallel/pipeline.py:173)""",
+    "gradient": """    _wait (megascale/parallel/transfers.py:182)
+    Receive.wait (megascale/parallel/transfers.py:126)
+    PipelineRuntime._received (megascale/parallel/pipeline.py:258)
+    PipelineRuntime._output_gradient (megascale/parallel/pipeline.py:246)
+    PipelineRuntime._backward (megascale/parallel/pipeline.py:190)""",
     "done": """    Condition.wait (threading.py:331)
     Loop._train (megascale/train/loop.py:116)""",
     "asleep": """    forward (fault.py:21)
@@ -56,7 +61,9 @@ def dump(kind: str, where: str, seed: int) -> str:
     """A dump of a rank that waits at collective or channel `where`, or is faulty by `kind`."""
     top = _OF_KIND.get(kind, kind)
     if kind == "waits":
-        top = "channel" if "->" in where else where
+        top = where
+        if "->" in where:
+            top = "gradient" if where.endswith("gradient") else "channel"
     frames = _TOPS.get(top, _TOPS["asleep" if kind != "waits" else "done"])
     pid = random.Random(seed).randrange(1000, 99999)
     return (
