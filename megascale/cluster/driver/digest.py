@@ -69,7 +69,7 @@ class Digest:
         node = job.nodes.get(heartbeat.node)
         if node is not None and node.state == "suspect":
             yield NodeHeard(heartbeat.node)
-        yield from self._hardware.look(heartbeat)
+        yield from self._hardware.look(heartbeat, at_s)
         if heartbeat.nics:
             self._nics[heartbeat.node] = heartbeat.nics
         reports = [r for r in heartbeat.ranks if r.epoch == self.epoch]

@@ -1,8 +1,8 @@
 """What devices, links and the kernel's log say about a node's health. Pure but for its memory.
 
 Certain: Xids that mean the device and not the program, uncorrected ECC errors that grow, a device
-that NVML lost, a process that nobody can end. Not certain: a link that went down, a device that did
-not answer once; they take two in five minutes (`decide_nodes.py`).
+that NVML lost, a process that nobody can end, a link that went down twice (`links.py`). Not
+certain: a link that went down once, a line of the kernel's log about one.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megascale.cluster.messages import DeviceReport, Heartbeat, NicReport
-from megascale.cluster.transitions import HardwareSeen
+from megascale.cluster.driver.links import Links
+from megascale.cluster.messages import DeviceReport, Heartbeat
+from megascale.cluster.transitions import Found, HardwareSeen
 
 # NVIDIA's Xid catalogue: those whose advice is to reset, repair or replace. Others (13, 31, 43, 45)
 # are mostly the program's own.
@@ -45,13 +46,8 @@ SILENT_LIMIT = 5  # heartbeats in which NVML did not answer for a device
 class _Memory:
     ecc: dict[int, int] = field(default_factory=dict)
     silent: dict[int, int] = field(default_factory=dict)
-    nics: dict[str, tuple[bool, int]] = field(default_factory=dict)
+    links: Links = field(default_factory=Links)
     told: set[str] = field(default_factory=set)
-
-
-def is_rdma(port: str) -> bool:
-    """Ports are named DEVICE/NUMBER, interfaces are not (`agent/nics.py`)."""
-    return "/" in port
 
 
 class Hardware:
@@ -60,7 +56,7 @@ class Hardware:
     def __init__(self) -> None:
         self._memory: dict[tuple[str, str], _Memory] = {}
 
-    def look(self, heartbeat: Heartbeat) -> Iterator[HardwareSeen]:
+    def look(self, heartbeat: Heartbeat, at_s: float) -> Iterator[HardwareSeen | Found]:
         if not (heartbeat.devices or heartbeat.nics or heartbeat.ranks or heartbeat.log):
             return
         key = (heartbeat.node, heartbeat.incarnation)
@@ -69,7 +65,7 @@ class Hardware:
             for old in [one for one in self._memory if one[0] == heartbeat.node]:
                 del self._memory[old]
             memory = self._memory[key] = _Memory()
-        signs = [*self._devices(memory, heartbeat.devices), *self._nics(memory, heartbeat.nics)]
+        signs = [*self._devices(memory, heartbeat.devices)]
         signs += [
             ("unkillable", f"rank {rank.rank} (pid {rank.pid}) does not end", True)
             for rank in heartbeat.ranks
@@ -86,6 +82,7 @@ class Hardware:
             if certain:
                 memory.told.add(kind)
             yield HardwareSeen(heartbeat.node, kind, detail, certain)
+        yield from memory.links.look(heartbeat, at_s)
 
     def _devices(
         self, memory: _Memory, devices: list[DeviceReport]
@@ -106,17 +103,3 @@ class Hardware:
             memory.silent[device.index] = silent
             if silent == SILENT_LIMIT:
                 yield "device_lost", f"GPU {device.index}: NVML has not answered", True
-
-    def _nics(self, memory: _Memory, nics: list[NicReport]) -> Iterator[tuple[str, str, bool]]:
-        for nic in nics:
-            if not is_rdma(nic.name):
-                continue
-            before = memory.nics.get(nic.name)
-            memory.nics[nic.name] = (nic.up, nic.flaps)
-            if before is None:
-                continue
-            was_up, flaps = before
-            if nic.flaps > flaps or (was_up and not nic.up):
-                state = "up again" if nic.up else "down"
-                told = f"{nic.name} went down, {nic.flaps} times so far, {state}"
-                yield f"nic_{nic.name}", told, False

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megascale.cluster.driver.hardware import is_rdma
+from megascale.cluster.driver.links import is_rdma
 from megascale.cluster.job import JobState
 from megascale.cluster.messages import NicReport
 from megascale.telemetry.diagnose.finding import Finding

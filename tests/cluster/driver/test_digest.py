@@ -138,15 +138,50 @@ def test_what_is_sick_for_certain_is_told_once_and_what_is_not_each_time() -> No
     assert isinstance(ecc, HardwareSeen)
     assert ecc.kind == "ecc_uncorrected"
 
-    def nic(*, up: bool, flaps: int) -> Heartbeat:
-        of = {"up": up, "flaps": flaps}
-        return beat("n0", nics=[{"name": "mlx5_0/1", **of}, {"name": "veth9", **of}])
 
-    assert events(digest, state, 1.0, nic(up=True, flaps=2)) == [], "before the job"
-    for up, flaps, count in ((False, 3, 1), (True, 3, 0), (True, 4, 1)):
-        found = events(digest, state, 1.0, nic(up=up, flaps=flaps))
-        assert len(found) == count
-        assert all(isinstance(e, HardwareSeen) and not e.certain for e in found)
+def _nic(*, up: bool, flaps: int, down_s: float = 0.0) -> Heartbeat:
+    of = {"up": up, "flaps": flaps, "down_s": down_s}
+    nics = [{"name": "mlx5_0/1", **of}, {"name": "veth9", **of}]
+    return beat("n0", report(0, 3), report(1, 3), nics=nics)
+
+
+def test_a_link_that_is_down_for_five_seconds_is_told_as_flapping() -> None:
+    digest, state = Digest(), job()
+    assert events(digest, state, 1.0, _nic(up=True, flaps=2)) == [], "before the job"
+    (down,) = events(digest, state, 2.0, _nic(up=False, flaps=3))
+    assert isinstance(down, HardwareSeen)
+    assert (down.node, down.kind, down.certain) == ("n0", "nic_mlx5_0/1", False)
+    assert "1 times" in down.detail, "those before the job do not count"
+    assert events(digest, state, 6.0, _nic(up=False, flaps=3)) == []
+    (flap,) = events(digest, state, 7.0, _nic(up=True, flaps=3, down_s=5.0))
+    assert isinstance(flap, Found)
+    assert (flap.finding.kind, flap.finding.ranks, flap.finding.certain) == (
+        "link_flap",
+        (0, 1),
+        False,
+    )
+    assert flap.finding.evidence["flapped"] == {"n0/mlx5_0/1": "down for 5.0 s, up again"}
+
+
+@pytest.mark.parametrize(("again_s", "certain"), [(290.0, True), (310.0, False)])
+def test_a_link_that_goes_down_twice_in_five_minutes_is_certain(
+    again_s: float, certain: bool
+) -> None:
+    digest, state = Digest(), job()
+    events(digest, state, 1.0, _nic(up=True, flaps=0))
+    events(digest, state, 2.0, _nic(up=False, flaps=1))
+    events(digest, state, 3.0, _nic(up=True, flaps=1))
+    (again,) = events(digest, state, 2.0 + again_s, _nic(up=False, flaps=2))
+    assert isinstance(again, HardwareSeen)
+    assert again.certain is certain
+
+
+def test_two_flaps_between_two_heartbeats_are_two() -> None:
+    digest, state = Digest(), job()
+    events(digest, state, 1.0, _nic(up=True, flaps=0))
+    twice, _ = events(digest, state, 2.0, _nic(up=True, flaps=2))
+    assert isinstance(twice, HardwareSeen)
+    assert twice.certain
 
 
 def test_the_kernel_tells_of_a_machine_but_not_a_ranks_log() -> None:
