@@ -135,7 +135,9 @@ def parse_options(section: type[Options], backend: str, values: Mapping[str, Any
         return section.model_validate(dict(values))
     except ValidationError as error:
         lines = [
-            ".".join(map(str, (backend, *problem["loc"]))) + ": " + problem["msg"]
+            ".".join(map(str, (backend, *problem["loc"])))
+            + ": "
+            + problem["msg"].removeprefix("Value error, ")
             for problem in error.errors()
         ]
         raise LaunchError("\n".join(lines)) from None

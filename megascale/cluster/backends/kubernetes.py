@@ -42,6 +42,11 @@ POLL_S = 0.2
 _log = logging.getLogger(__name__)
 
 
+def check(options: Mapping[str, Any], _num_nodes: int) -> None:
+    """Raises MegascaleError before anything is made; see `CHECKS` of the package."""
+    Api(parse_options(KubernetesOptions, "kubernetes", options))
+
+
 class KubernetesBackend:
     """See the module. `start.run_dir` is on the volume claim, also for the driver."""
 

@@ -25,10 +25,11 @@ from megascale.cluster.backends.base import (
     parse_options,
     switches_of,
 )
-from megascale.cluster.backends.namespaces import Namespaces
+from megascale.cluster.backends.namespaces import Namespaces, check_root
 from megascale.cluster.backends.register import Record, Register, State
 from megascale.config.base import Section
 from megascale.env import child_environment
+from megascale.errors import LaunchError
 
 
 class LocalOptions(Section):
@@ -46,6 +47,18 @@ class LocalOptions(Section):
         if self.namespaces and self.hosts > 250:
             raise ValueError(f"hosts is {self.hosts}; with namespaces at most 250 (one a subnet)")
         return self
+
+
+def check(options: Mapping[str, Any], num_nodes: int) -> None:
+    """Raises LaunchError before anything is made; see `CHECKS` of the package."""
+    chosen = parse_options(LocalOptions, "local", options)
+    if num_nodes > chosen.hosts:
+        raise LaunchError(
+            f"{num_nodes} nodes on {chosen.hosts} hosts of the local backend; ask for fewer, or "
+            f"raise them with --backend-set hosts={num_nodes}"
+        )
+    if chosen.namespaces:
+        check_root()
 
 
 class LocalBackend:

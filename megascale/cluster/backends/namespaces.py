@@ -39,6 +39,15 @@ def free_subnet() -> str:
     )
 
 
+def check_root() -> None:
+    """Raises BackendError for a user who can make no namespaces."""
+    if os.geteuid() != 0:
+        raise BackendError(
+            f"namespaces = true needs root, this is user {os.geteuid()}; run as root, or "
+            "without namespaces (partitions cannot be tried then)"
+        )
+
+
 class Namespaces:
     """The namespaces of one subnet. LaunchErrors come before anything is made."""
 
@@ -46,11 +55,7 @@ class Namespaces:
         self._addresses = _network(subnet)
         _, second, third, _ = str(self._addresses[0]).split(".")
         self._tag = f"ms{second}-{third}"
-        if os.geteuid() != 0:
-            raise BackendError(
-                f"namespaces = true needs root, this is user {os.geteuid()}; run as root, or "
-                "without namespaces (partitions cannot be tried then)"
-            )
+        check_root()
         host = urlsplit(driver_url).hostname or ""
         if host == "localhost" or host.startswith("127."):
             raise BackendError(

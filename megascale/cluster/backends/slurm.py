@@ -53,6 +53,12 @@ class SlurmOptions(Section):
     kill_deadline_s: float = Field(60.0, gt=0.0, description="above Slurm's KillWait")
 
 
+def check(options: Mapping[str, Any], _num_nodes: int) -> None:
+    """Raises LaunchError before anything is made; see `CHECKS` of the package."""
+    parse_options(SlurmOptions, "slurm", options)
+    slurm.check_here()
+
+
 class SlurmBackend:
     """See the module. The run folder must be on a file system that all nodes see."""
 

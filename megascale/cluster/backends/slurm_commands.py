@@ -8,6 +8,7 @@ for in the queue.
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,15 @@ class Node:
     @property
     def idle(self) -> bool:
         return self.state == "idle"
+
+
+def check_here() -> None:
+    """Raises BackendError where this machine has none of the commands."""
+    missing = [name for name in ("sbatch", "squeue", "sinfo") if shutil.which(name) is None]
+    if missing:
+        raise BackendError(
+            f"{', '.join(missing)} not found; run the driver where Slurm's commands are on the PATH"
+        )
 
 
 def jobs(name: str) -> dict[str, Job]:

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megascale.cluster.backends import check_backend
+from megascale.cluster.driver.address import check_address
 from megascale.cluster.driver.journal import is_unfinished
 from megascale.cluster.driver.program import Groups, Program
 from megascale.cluster.driver.session import FOLDER, Job, run
@@ -87,6 +89,8 @@ def run_job(
     run_dir = Path(config.job.run_dir).absolute()
     _check_folder(run_dir, resume=resume)
     cluster = config.cluster
+    options = backend_options or {}
+    _check_place(run_dir, backend, options, nodes, procs_per_node, spares, host, port)
     policy = Policy(
         num_nodes=nodes,
         procs_per_node=procs_per_node,
@@ -110,7 +114,7 @@ def run_job(
         program,
         policy,
         backend,
-        backend_options or {},
+        options,
         config,
         recipe,
         tuple(overrides),
@@ -152,11 +156,13 @@ def run_script(
         spares=cluster.spares if spares is None else spares,
         legal_nodes=tuple(range(1, nodes + 1)),
     )
+    options = backend_options or {}
+    _check_place(run_dir, backend, options, nodes, procs_per_node, spares, host, port)
     argv = list(argv)
     if argv[0].endswith(".py"):
         argv = [sys.executable, "-u", *argv]
     program = Program(run_dir.absolute(), tuple(argv[1:]), argv=(argv[0],))
-    job = Job(program, policy, backend, backend_options or {}, host=host, port=port)
+    job = Job(program, policy, backend, options, host=host, port=port)
     return run(job)
 
 
@@ -174,6 +180,28 @@ def _check_folder(run_dir: Path, *, resume: bool) -> None:
             f"--resume: {run_dir} holds no run (no config.json); start without --resume, or set "
             "job.run_dir to the folder of the run"
         )
+
+
+def _check_place(
+    run_dir: Path,
+    backend: str,
+    options: Mapping[str, Any],
+    nodes: int,
+    procs_per_node: int,
+    spares: int | None,
+    host: str,
+    port: int,
+) -> None:
+    """Where the job runs and where its driver listens. Raises LaunchError; nothing is made."""
+    check_backend(
+        backend,
+        num_nodes=nodes,
+        procs_per_node=procs_per_node,
+        spares=spares or 0,
+        options=options,
+    )
+    comes_back = is_unfinished(run_dir / FOLDER / "journal.sqlite")  # its port may be its own
+    check_address(host, 0 if comes_back else port)
 
 
 def _saves_in_memory(config: RunConfig) -> bool:

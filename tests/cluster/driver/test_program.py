@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from megascale.cluster.actions import Place, StartEpoch
 from megascale.cluster.driver.program import Program
 from megascale.cluster.driver.start import _saves_in_memory, run_verb
 from megascale.config import load_config
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, LaunchError
 from tests.cluster.driver.jobs import ByHand, policy
 
 START = StartEpoch(3, (Place("n1", 0), Place("n0", 1)), resume=True, overrides=("a.b=1",))
@@ -100,15 +101,40 @@ RECIPE = "recipes/first-run.toml"
         ((RECIPE,), {"backend_options": ["hosts"]}, "not KEY=VALUE"),
         ((RECIPE,), {"resume": True}, "holds no run"),
         (("train.py",), {"script": True}, "--run-dir"),
+        ((RECIPE,), {"backend": "slurmy"}, "unknown backend 'slurmy'; known: local, slurm, kub"),
+        ((RECIPE,), {"backend_options": ["host=1"]}, "local: unknown key 'host'; did you"),
+        ((RECIPE,), {"backend_options": ["hosts=0"]}, r"local\.hosts: "),
+        ((RECIPE,), {"backend_options": ["hosts=1"]}, "2 nodes on 1 hosts"),
+        ((RECIPE,), {"backend": "slurm"}, "sbatch, squeue, sinfo not found"),
+        ((RECIPE,), {"backend": "kubernetes"}, r"kubernetes\.image: "),
+        ((RECIPE,), {"host": "192.0.2.1"}, "cannot listen on 192.0.2.1 port 0"),
     ],
 )
 def test_what_cannot_be_started_is_refused_before_anything_is(
-    tmp_path: Path, words: tuple[str, ...], changes: dict[str, Any], message: str
+    tmp_path: Path,
+    words: tuple[str, ...],
+    changes: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
     changes = {"overrides": [f"job.run_dir={tmp_path}/run"], **changes}
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises((ConfigError, LaunchError), match=message):
         verb(*words, **changes)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_port_that_is_taken_and_a_script_on_no_backend_are_refused_likewise(
+    tmp_path: Path,
+) -> None:
+    run_dir = tmp_path / "run"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"port {port} .*in use"):
+            verb(RECIPE, overrides=[f"job.run_dir={run_dir}"], port=port)
+    with pytest.raises(LaunchError, match="unknown backend"):
+        verb("train.py", script=True, run_dir=run_dir, backend="none")
+    assert not run_dir.exists()
 
 
 def test_a_script_takes_no_other_configuration(tmp_path: Path) -> None:
