@@ -17,11 +17,11 @@ CUDA, with the times that it rests on: H200, bf16, head dimension 128, forward +
 
 FlexAttention without a window took 1.17 and 4.94 ms, so it is not for causal attention. Neither
 torch's interface to cuDNN nor its scaled_dot_product_attention has a window; its attention of
-packed sequences (`varlen_attn`) has FlashAttention-2's. Grouped heads (GQA) go to these kernels
-without being repeated. Head dimensions: cuDNN takes multiples of 8 up to 128 (some versions more),
-FlashAttention-2 up to 256; where a kernel refuses, torch takes the next of the list (`_PRIORITY`),
-for fused FlashAttention-2, then memory-efficient, then explicit scores. FlexAttention is asked for
-powers of 2 from 16 on; other head dimensions with a window run as in plain mode. What
+packed sequences (`varlen_attn`) has FlashAttention-2's. Grouped heads (GQA) go to all but the last
+row's kernel without being repeated. Head dimensions: cuDNN takes multiples of 8 up to 128 (some
+versions more), FlashAttention-2 up to 256; where a kernel refuses, torch takes the next of the list
+(`_PRIORITY`), for fused FlashAttention-2, then memory-efficient, then scores. FlexAttention
+is asked for powers of 2 from 16 on; other head dimensions with a window run as in plain mode. What
 FlashAttention-2 does not take (fp32, wide or odd heads) runs with a mask `[S, S]`, keys and values
 repeated, which made a step of the 175B-wide layers 9 % slower at s 2048.
 
@@ -158,8 +158,11 @@ def _starts_B(num_sequences: int, seq_len: int, device: torch.device) -> Tensor:
 def _window_flash(q_BSKH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, window: int) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    num_sequences, seq_len = q_BSKH.shape[:2]
+    num_sequences, seq_len, num_heads = q_BSKH.shape[:3]
     starts_B = _starts_B(num_sequences, seq_len, q_BSKH.device)
+    if k_BSGH.shape[2] != num_heads:  # torch 2.11's function has no word for groups
+        repeats = num_heads // k_BSGH.shape[2]
+        k_BSGH, v_BSGH = (x.repeat_interleave(repeats, dim=2) for x in (k_BSGH, v_BSGH))
     y_TKH = varlen_attn(
         q_BSKH.flatten(0, 1),
         k_BSGH.flatten(0, 1),
@@ -169,7 +172,6 @@ def _window_flash(q_BSKH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, window: int) -
         max_q=seq_len,
         max_k=seq_len,
         window_size=(window - 1, 0),
-        enable_gqa=q_BSKH.shape[2] != k_BSGH.shape[2],
     )
     assert isinstance(y_TKH, Tensor)
     return y_TKH.unflatten(0, (num_sequences, seq_len))

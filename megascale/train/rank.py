@@ -64,6 +64,7 @@ def run_rank(
             init_method=f"tcp://{host}:{port}",
         )
         check_agreement(config)
+    failed = True
     try:
         with open_recorder(config, rank, mesh, device, folder, hooks) as recorder:
             try:
@@ -87,8 +88,11 @@ def run_rank(
                 if rank.world_size > 1 and _is_of_peers(error):
                     raise _explained(error, recorder, rank, mesh) from error
                 raise
+        failed = False
     finally:
-        if dist.is_initialized():
+        # NCCL's would first wait for what is pending: for peers that wait for this rank. What is
+        # left to the end of the process is aborted there, as soon as the error has been told.
+        if dist.is_initialized() and not (failed and device.type == "cuda"):
             dist.destroy_process_group()
 
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from tests.train.harness import run_layout
+from megascale.env import child_environment, free_port
+from tests.train import raising_rank
+from tests.train.command import flags, write_recipe
+from tests.train.harness import TINY, run_layout
 
 SINGLE = {"tp": 1, "dp": 1, "pp": 1, "vp": 1, "zero": 1}
 TWO = [
@@ -64,3 +72,29 @@ def test_one_gpu_equals_the_cpu(family: str) -> None:
     cpu = run_layout(SINGLE, options, 5)[0]
     gpu = run_layout(SINGLE, [*options, "training.device=cuda"], 5)[0]
     np.testing.assert_allclose(gpu.losses, cpu.losses, rtol=1e-4)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.timeout(200)
+def test_a_rank_that_raises_ends_though_peers_wait_for_it(tmp_path: Path) -> None:
+    """The receive that NCCL has posted never comes; the rank tells its error and ends."""
+    options = [*TINY, *SHAPE, "parallelism.pipeline_parallel_size=2", "model.num_layers=4"]
+    options += ["training.device=cuda", f"job.run_dir={tmp_path / 'run'}"]
+    arguments = ["train", str(write_recipe(tmp_path)), *flags(options)]
+    port = free_port()
+    with ExitStack() as ranks:
+        processes = [ranks.enter_context(_raising_rank(r, port, arguments)) for r in range(2)]
+        for process in processes:
+            ranks.callback(process.kill)
+        _, words = processes[0].communicate(timeout=120)
+        assert processes[0].returncode != 0
+        assert raising_rank.WORDS in words
+
+
+def _raising_rank(rank: int, port: int, arguments: list[str]) -> subprocess.Popen[str]:
+    world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "tests.train.raising_rank", *arguments]
+    return subprocess.Popen(
+        command, env=child_environment(world), stderr=subprocess.PIPE, text=True
+    )
