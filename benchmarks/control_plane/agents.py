@@ -1,7 +1,8 @@
 """Agents as coroutines: a connection for heartbeats and one for commands each, HTTP/1.1 kept alive.
 
 A heartbeat's latency counts from the moment at which it was due, so that one that had to wait
-behind a slow one is as late as it is.
+behind a slow one is as late as it is. Ranks fail as `fail` says, and their node beats at once, as a
+real one does (`agent/heartbeat.py`), all nodes in the same moment.
 """
 
 from __future__ import annotations
@@ -10,9 +11,14 @@ import asyncio
 import json
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from megascale.cluster.messages import TEXT
+
+Way = Literal["", "peer lost", "storm", "first"]
 CONNECT_AT_ONCE = 64
+FIRST = "the first error of the job"
+_LINE = "E" * (TEXT - 40)  # as long as a message may be, and different from rank to rank
 
 
 @dataclass
@@ -57,16 +63,22 @@ class Connection:
 
 
 class Agent:
-    """One node. Its ranks are wherever the clock says; all of them fail when `fail` is set."""
+    """One node. Its ranks are wherever the clock says, until they fail: a peer was lost, or all of
+    them print errors, one of them the first. Those of the next epoch are well."""
 
     def __init__(self, number: int, ranks: int, seen: Seen, connect: tuple[str, int, str]) -> None:
         self.name, self.num_ranks, self.seen = f"n{number}", ranks, seen
-        self.fail = asyncio.Event()
+        self._way: Way = ""
+        self._soon = asyncio.Event()
         self._beats, self._commands = Connection(*connect), Connection(*connect)
         self._epoch = self._sequence = self._done = 0
         self._first_rank: int | None = None
         self._started_s = 0.0
         self._said: int | None = None
+
+    def fail(self, way: Way) -> None:
+        self._way = way
+        self._soon.set()
 
     async def join(self, gate: asyncio.Semaphore) -> None:
         async with gate:
@@ -93,7 +105,7 @@ class Agent:
                 order = command["order"]
                 if order["kind"] == "start":
                     self._first_rank = order["ranks"][0]["rank"]
-                    self._started_s, self._said = time.monotonic(), None
+                    self._started_s, self._said, self._way = time.monotonic(), None, ""
                     self.seen.started_s.append(time.monotonic())
                 elif order["kind"] == "stop":
                     self._first_rank = None
@@ -108,17 +120,24 @@ class Agent:
                 await self._commands.call("POST", "/v1/results", json.dumps(result).encode())
 
     async def beat(self, offset_s: float) -> None:
-        """Each second, `offset_s` into it."""
+        """Each second, `offset_s` into it, and when something happened."""
         due_s = time.monotonic() + offset_s
         while True:
-            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            is_due = True
+            try:
+                await asyncio.wait_for(self._soon.wait(), max(0.0, due_s - time.monotonic()))
+                is_due = False
+            except TimeoutError:
+                pass
+            self._soon.clear()
             try:
                 await self._beats.call("POST", "/v1/heartbeat", self._heartbeat())
-                self.seen.latencies_s.append(time.monotonic() - due_s)
             except (RuntimeError, OSError, asyncio.IncompleteReadError) as error:
                 self.seen.failures.append(str(error))
                 return
-            due_s += 1.0
+            if is_due:
+                self.seen.latencies_s.append(time.monotonic() - due_s)
+                due_s += 1.0
 
     def _heartbeat(self) -> bytes:
         self._sequence += 1
@@ -132,7 +151,14 @@ class Agent:
             "done": self._done,
             "ranks": ranks,
         }
+        if ranks and self._way == "storm":
+            message["log"] = [self._line(rank["rank"]) for rank in ranks]
         return json.dumps(message).encode()
+
+    @staticmethod
+    def _line(rank: int) -> dict[str, Any]:
+        line = f"rank {rank}: {_LINE}"
+        return {"rule": "exception", "rank": rank, "line": line, "unix_ns": time.time_ns()}
 
     def _rank(self, local_rank: int) -> dict[str, Any]:
         """A rank that finishes a step a second."""
@@ -148,8 +174,14 @@ class Agent:
             "uptime_s": time.monotonic() - self._started_s,
             "rss_bytes": 1 << 30,
         }
-        if self.fail.is_set():
-            failure = {"kind": "network", "message": "peer closed", "unix_ns": time.time_ns()}
+        if self._way and (self._way != "first" or local_rank == 0):
+            told = {
+                "peer lost": ("network", "peer closed"),
+                "storm": ("network", f"rank {report['rank']}: {_LINE}"),
+                "first": ("out_of_memory", FIRST),
+            }
+            kind, message = told[self._way]
+            failure = {"kind": kind, "message": message, "unix_ns": time.time_ns()}
             return {**report, "state": "exited", "exit_code": 1, "failure": failure}
         report["progress"] = {
             "epoch": self._epoch,

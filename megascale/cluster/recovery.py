@@ -41,9 +41,17 @@ def fail(turn: Turn, fault: Fault) -> None:
         number = recovery.incident or turn.open(
             fault.kind, fault.text, nodes=fault.nodes, ranks=fault.ranks, step=fault.step
         )
-        turn.recover(faults=(*recovery.faults, fault)[-KEPT_FAULTS:], incident=number)
+        turn.recover(faults=_kept((*recovery.faults, fault)), incident=number)
         if recovery.save:  # a save needs every rank: it cannot succeed any more
             _stop(turn, replace(turn.recovery, save=False))
+
+
+def _kept(faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
+    """When a whole cluster fails at once: the one that explains the others, and the newest."""
+    if len(faults) <= KEPT_FAULTS:
+        return faults
+    first = ladder.primary(faults)
+    return (first, *[one for one in faults if one is not first][1 - KEPT_FAULTS :])
 
 
 def plan(turn: Turn, planned: Planned, reason: str, **changes: object) -> None:

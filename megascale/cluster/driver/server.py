@@ -65,7 +65,7 @@ class Server:
         self.host, self.port = self._socket.getsockname()[:2]
         config = uvicorn.Config(
             Gate(self.app, desk, token),
-            loop="asyncio",
+            loop="auto",  # uvloop: 139 us of CPU a heartbeat, asyncio 191, both with httptools
             http="auto",
             ws="none",
             lifespan="off",

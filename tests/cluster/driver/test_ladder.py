@@ -16,6 +16,7 @@ from megascale.cluster.actions import (
     StartEpoch,
     StopEpoch,
 )
+from megascale.cluster.job import KEPT_FAULTS
 from megascale.cluster.ladder import kind_of
 from megascale.cluster.transitions import (
     CommandFailed,
@@ -133,6 +134,18 @@ def test_a_rank_that_misses_a_peer_is_not_the_news() -> None:
     assert hand.the(SelfCheck).nodes == ("n1",)
     assert hand.job.incident("signal") is not None, "renamed"
     assert hand.job.faults[-1].ranks == (3,)
+
+
+@pytest.mark.parametrize("kind", ["out_of_memory", "network"])
+def test_of_thousands_of_errors_the_first_is_kept(kind: str) -> None:
+    hand = training(nodes=100)
+    hand.go(exits(hand, 7, 1, kind=kind, message="the first"), 0.0)
+    for rank in (rank for rank in range(200) if rank != 7):
+        hand.go(exits(hand, rank, 1, kind="network", message=f"{rank}"), 0.0)
+    assert hand.job.recovery is not None
+    assert len(hand.job.recovery.faults) == KEPT_FAULTS, "and no more than can be kept"
+    hand.stopped()
+    assert (hand.job.faults[-1].ranks, hand.job.faults[-1].text) == ((7,), "the first")
 
 
 def test_lost_peers_without_a_cause_have_every_node_checked() -> None:
