@@ -14,6 +14,7 @@ from typing import Any
 
 from megascale.cluster.backends import make_backend
 from megascale.cluster.backends.base import AgentStart, Backend
+from megascale.cluster.driver import takeover
 from megascale.cluster.driver.program import Program
 from megascale.cluster.driver.runtime import Driver
 from megascale.cluster.driver.server import Server, make_token
@@ -27,7 +28,10 @@ FOLDER = "driver"
 
 @dataclass(frozen=True)
 class Job:
-    """What is run, on what. `config` is None for somebody else's script."""
+    """What is run, on what. `config` is None for somebody else's script.
+
+    settings  what the next driver is compared with (`takeover.py`)
+    """
 
     program: Program
     policy: Policy
@@ -38,6 +42,7 @@ class Job:
     overrides: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -109,23 +114,16 @@ def start(job: Job, backend: Backend | None = None) -> Started:
             job_clock=lambda: driver.job_s,
             check_update=lambda overrides: _check_update(job, overrides),
             host=job.host,
-            port=_port(job),
+            port=job.port or takeover.port_before(job.folder),
         )
         _remember(job, server)
+        if not driver.is_restart:
+            takeover.remember(job.folder, job.settings)
         server.start()
     except BaseException:
         driver.abandon()
         raise
     return Started(driver, server, token_file)
-
-
-def _port(job: Job) -> int:
-    """Where the driver before listened, if nothing else was asked for."""
-    try:
-        before = json.loads((job.folder / "address.json").read_text())
-        return job.port or int(before["port"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return job.port
 
 
 def _remember(job: Job, server: Server) -> None:

@@ -17,6 +17,7 @@ from megascale.cluster.driver.address import check_address
 from megascale.cluster.driver.journal import is_unfinished
 from megascale.cluster.driver.program import Groups, Program
 from megascale.cluster.driver.session import FOLDER, Job, run
+from megascale.cluster.driver.takeover import check_same_start, settings_of
 from megascale.cluster.transitions import Policy
 from megascale.config import RunConfig, load_config
 from megascale.errors import ConfigError
@@ -91,6 +92,8 @@ def run_job(
     cluster = config.cluster
     options = backend_options or {}
     _check_place(run_dir, backend, options, nodes, procs_per_node, spares, host, port)
+    settings = settings_of(config, (), backend, options, host)
+    _check_takeover(run_dir, settings, port)
     policy = Policy(
         num_nodes=nodes,
         procs_per_node=procs_per_node,
@@ -120,6 +123,7 @@ def run_job(
         tuple(overrides),
         host=host,
         port=port,
+        settings=settings,
     )
     return run(job)
 
@@ -158,11 +162,13 @@ def run_script(
     )
     options = backend_options or {}
     _check_place(run_dir, backend, options, nodes, procs_per_node, spares, host, port)
+    settings = settings_of(None, argv, backend, options, host)
+    _check_takeover(run_dir, settings, port)
     argv = list(argv)
     if argv[0].endswith(".py"):
         argv = [sys.executable, "-u", *argv]
     program = Program(run_dir.absolute(), tuple(argv[1:]), argv=(argv[0],))
-    job = Job(program, policy, backend, options, host=host, port=port)
+    job = Job(program, policy, backend, options, host=host, port=port, settings=settings)
     return run(job)
 
 
@@ -202,6 +208,11 @@ def _check_place(
     )
     comes_back = is_unfinished(run_dir / FOLDER / "journal.sqlite")  # its port may be its own
     check_address(host, 0 if comes_back else port)
+
+
+def _check_takeover(run_dir: Path, settings: Mapping[str, Any], port: int) -> None:
+    if is_unfinished(run_dir / FOLDER / "journal.sqlite"):
+        check_same_start(run_dir / FOLDER, settings, port)
 
 
 def _saves_in_memory(config: RunConfig) -> bool:
