@@ -13,6 +13,7 @@ from typing import Any
 
 from megascale.telemetry.diagnose.hang import localise
 from megascale.telemetry.diagnose.late import late_launchers
+from megascale.telemetry.diagnose.nic_health import dark_optics, erring_ports
 from megascale.telemetry.diagnose.nic_settings import differing_settings, flapping_links
 from megascale.telemetry.diagnose.numerics import loss_spike, nonfinite
 from megascale.telemetry.diagnose.replicas import differing_replicas
@@ -26,6 +27,8 @@ DETECTORS: Mapping[str, Callable[..., Any]] = {
     "traffic_changed": changed,
     "nic_settings": differing_settings,
     "link_flap": flapping_links,
+    "nic_errors": erring_ports,
+    "nic_light": dark_optics,
     "nonfinite": nonfinite,
     "loss_spike": loss_spike,
     "replicas_differ": differing_replicas,

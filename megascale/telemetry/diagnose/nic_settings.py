@@ -6,6 +6,7 @@ on all nodes; one node that differs slows everybody, and nothing fails.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -16,6 +17,7 @@ WITHIN_S = 300.0
 
 Settings = Mapping[str, Mapping[str, Mapping[str, str]]]
 """Text by node, port and setting."""
+_LIGHT = re.compile(r"(.*/)?hwmon/hwmon\d+/(?P<what>power\d*)_input")
 RanksOf = Mapping[str, Sequence[int]]
 """Global ranks of each node."""
 
@@ -23,12 +25,14 @@ RanksOf = Mapping[str, Sequence[int]]
 def differing_settings(settings: Settings, ranks_of: RanksOf) -> Finding | None:
     """Nodes where a setting of a port is not what more than half of all nodes have there.
 
-    Measurements among the settings (the optics' light) agree nowhere and so differ nowhere. A
-    setting that a node does not have counts as None.
+    The optics' light is among them and no setting: `nic_health.py` compares it. A setting that a
+    node does not have counts as None.
     """
     values: dict[tuple[str, str], dict[str, str | None]] = defaultdict(dict)
     keys = {(port, key) for ports in settings.values() for port, of in ports.items() for key in of}
     for port, key in sorted(keys):
+        if light_of(key) is not None:
+            continue
         for node, ports in settings.items():
             if port in ports:
                 values[port, key][node] = ports[port].get(key)
@@ -47,6 +51,13 @@ def differing_settings(settings: Settings, ranks_of: RanksOf) -> Finding | None:
         ranks=_ranks(different, ranks_of),
         evidence={"got_and_usual": {node: dict(of) for node, of in sorted(different.items())}},
     )
+
+
+def light_of(setting: str) -> str | None:
+    """The name of a measurement of light without the number that the kernel gave its sensor, such
+    as "power1" of "device/hwmon/hwmon4/power1_input"; None for a setting."""
+    found = _LIGHT.fullmatch(setting)
+    return found["what"] if found else None
 
 
 def flapping_links(

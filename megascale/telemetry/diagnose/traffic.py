@@ -93,15 +93,23 @@ def stopped(times_T: Floats, counters_TP: Floats, ports: Sequence[Port]) -> Find
     )
 
 
-def changed(bytes_SP: Floats, ports: Sequence[Port], step: int) -> list[Finding]:
+def usual_bytes(bytes_SP: Floats) -> Floats:
+    """[P]: what each port moves in a step, by the steps before the newest CONFIRM."""
+    return np.asarray(median(bytes_SP[-BASELINE_STEPS - CONFIRM : -CONFIRM], axis=0)[0])
+
+
+def changed(
+    bytes_SP: Floats, ports: Sequence[Port], step: int, usual_P: Floats | None = None
+) -> list[Finding]:
     """Ports whose bytes a step fell, or fluctuate: the newest step is the last row.
 
     bytes_SP  bytes that each port moved in each step; NaN where it is not known
     step      of the last row
+    usual_P   of before a change that goes on, or else it becomes the usual after BASELINE_STEPS
     """
     if len(bytes_SP) < BASELINE_STEPS + CONFIRM:
         return []
-    usual_P = median(bytes_SP[-BASELINE_STEPS - CONFIRM : -CONFIRM], axis=0)[0]
+    usual_P = usual_bytes(bytes_SP) if usual_P is None else usual_P
     used = np.flatnonzero(usual_P > 0)
     if not len(used):
         return []

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from megascale.telemetry.diagnose.nic_health import dark_optics, erring_ports
 from megascale.telemetry.diagnose.nic_settings import differing_settings, flapping_links
 from megascale.telemetry.diagnose.traffic import (
     BASELINE_STEPS,
@@ -14,6 +15,7 @@ from megascale.telemetry.diagnose.traffic import (
     bytes_per_step,
     changed,
     stopped,
+    usual_bytes,
 )
 
 NODES = 8
@@ -126,8 +128,9 @@ SETTINGS = {
             "ecn/roce_np/enable/3": "1",
             "qos/pfc": "0,0,0,1",
             "mtu": "4200",
+            f"device/hwmon/hwmon{node}/power1_input": str(2000 + 10 * (node % 2)),
         },
-        "mlx5_0/1": {"cc/adp_retrans": "1", "light": str(2.0 + node / 100)},
+        "mlx5_0/1": {"cc/adp_retrans": "1"},
     }
     for node in range(NODES)
 }
@@ -186,3 +189,61 @@ def test_a_new_agent_counts_from_zero() -> None:
     history = {("n1", "eth0"): [(0.0, 9), (390.0, 1)]}
     (alert,) = flapping_links(history, RANKS_OF, 400.0)
     assert alert.evidence["flaps"] == {"n1/eth0": 1}
+
+
+def test_a_fall_that_goes_on_does_not_become_the_usual() -> None:
+    bytes_SP = _steps(8)
+    bytes_SP[30:, 3] *= 0.6
+    assert changed(bytes_SP, PORTS, 60) == [], "by its own newest past it has not changed"
+    (finding,) = changed(bytes_SP, PORTS, 60, usual_bytes(bytes_SP[:31]))
+    assert (finding.kind, finding.ranks, finding.certain) == ("traffic_fell", (6, 7), True)
+
+
+def _growth(seed: int) -> dict[str, dict[str, dict[str, int]]]:
+    """Errors and retransmissions of five minutes on healthy nodes; congestion is everywhere."""
+    rng = np.random.default_rng(seed)
+    return {
+        node: {
+            "mlx5_0/1": {
+                "symbol_error": int(rng.poisson(0.5)),
+                "roce_adp_retrans": int(rng.poisson(400)),
+                "port_xmit_data": 1 << 40,
+            }
+        }
+        for node in RANKS_OF
+    }
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_port_that_errs_more_than_the_others(seed: int) -> None:
+    growth = _growth(seed)
+    assert erring_ports(growth, RANKS_OF) is None
+    growth["n2"]["mlx5_0/1"]["symbol_error"] = 60
+    finding = erring_ports(growth, RANKS_OF)
+    assert finding is not None
+    assert (finding.kind, finding.ranks, finding.certain) == ("nic_errors", (4, 5), False)
+    assert list(finding.evidence["got_and_usual"]) == ["n2"]
+    growth["n2"]["mlx5_0/1"]["symbol_error"] = 0
+    growth["n6"]["mlx5_0/1"]["roce_adp_retrans"] = 9000
+    finding = erring_ports(growth, RANKS_OF)
+    assert finding is not None
+    assert finding.ranks == (12, 13)
+
+
+def test_optics_with_less_light_than_the_others() -> None:
+    assert dark_optics(SETTINGS, RANKS_OF) is None
+    dark = {**SETTINGS["n5"]["eth0"], "device/hwmon/hwmon5/power1_input": "900"}
+    settings = {**SETTINGS, "n5": {**SETTINGS["n5"], "eth0": dark}}
+    assert differing_settings(settings, RANKS_OF) is None, "light is no setting"
+    finding = dark_optics(settings, RANKS_OF)
+    assert finding is not None
+    assert (finding.ranks, finding.certain) == ((10, 11), False)
+    assert finding.evidence["got_and_usual"] == {"n5": {"eth0 power1": [900.0, 2000.0]}}
+
+
+def test_of_two_nodes_none_is_usual() -> None:
+    two = {node: SETTINGS[node] for node in ("n0", "n1")}
+    two["n1"] = {"eth0": {**two["n1"]["eth0"], "device/hwmon/hwmon1/power1_input": "9"}}
+    assert dark_optics(two, RANKS_OF) is None
+    growth = {"n0": {"eth0": {"rx_errors": 0}}, "n1": {"eth0": {"rx_errors": 99}}}
+    assert erring_ports(growth, RANKS_OF) is None
