@@ -7,7 +7,8 @@ It imports, writes one byte to READY_FD, and waits for a line of JSON on standar
     {"arguments": [...], "environment": {...}, "log": PATH}
 
 Then it is that rank: the same program as `python -m megascale ARGUMENTS`, in the same process. A
-fault costs 2 to 6 s less this way, which an interpreter, torch and 2,000 modules take.
+fault costs 2 to 6 s less this way, which an interpreter, torch and 2,000 modules take. "module"
+names another program than megascale. Children of `train/template.py` wait here too.
 
 Nothing is done before the line that the line could decide: no CUDA context, no thread, no process
 group, no logging. Variables that are read at imports (OMP_NUM_THREADS, PYTHON*, TORCH_*) must be
@@ -47,13 +48,14 @@ class Order:
     arguments: list[str]
     environment: dict[str, str]
     log: str
+    module: str = "megascale"
 
 
 def main() -> None:
     ready, local_rank = int(sys.argv[1]), int(sys.argv[2])
-    oom_score = _be_expendable()
+    oom_score = be_expendable()
     try:
-        _import_all(local_rank)
+        import_all(local_rank)
     except BaseException:
         if select.select([0], [], [], 0)[0]:  # it is a rank already: its log is to have the reason
             _take_over(_read_order(), oom_score)
@@ -63,14 +65,23 @@ def main() -> None:
     with suppress(BrokenPipeError):  # it was told already, and nobody waits for the byte
         os.write(ready, b"r")
     os.close(ready)
+    become_what_is_told(oom_score)
+
+
+def become_what_is_told(oom_score: str) -> None:
+    """Wait for the line, then be that program. Returns when it has ended, or no line comes.
+
+    oom_score  of `be_expendable`
+    """
     order = _read_order()
     if order is None:
         return
     _take_over(order, oom_score)
-    runpy.run_module("megascale", run_name="__main__", alter_sys=True)
+    runpy.run_module(order.module, run_name="__main__", alter_sys=True)
 
 
-def _import_all(local_rank: int) -> None:
+def import_all(local_rank: int) -> None:
+    """What a rank imports before its first step."""
     for name in _MODULES:
         importlib.import_module(name)
     import torch
@@ -120,7 +131,7 @@ def _take_over(order: Order | None, oom_score: str) -> None:
     sys.argv[1:] = order.arguments
 
 
-def _be_expendable() -> str:
+def be_expendable() -> str:
     """Under memory pressure the kernel takes this process before a rank; the score before."""
     try:
         before = _OOM_SCORE.read_text()

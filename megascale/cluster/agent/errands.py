@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -18,18 +17,29 @@ from typing import IO
 from megascale.cluster.agent.commands import Results
 from megascale.cluster.agent.dump import dump
 from megascale.cluster.agent.processes import Ranks
+from megascale.cluster.agent.warm_process import Child
 from megascale.cluster.messages import BODY_BYTES, Command, DumpStacks, RunSelfCheck
 
+WARM_WAIT_S = 20.0
 _TAIL = 500
 
 
 @dataclass
 class _Check:
     command: Command
-    process: subprocess.Popen[bytes]
+    process: Child
     output: IO[bytes]
     give_up_s: float
-    killed: bool = False
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A self-check that waits for its warm process, no longer than until `start_s`."""
+
+    command: Command
+    order: RunSelfCheck
+    asked_s: float
+    start_s: float
 
 
 class Errands:
@@ -41,6 +51,7 @@ class Errands:
         self._run_dir, self._ranks, self._results = run_dir, ranks, results
         self._check_margin_s = check_margin_s
         self._checks: list[_Check] = []
+        self._asked: list[_Asked] = []
 
     def dump(self, command: Command, order: DumpStacks) -> None:
         """In a thread: py-spy ends at its deadline, and nothing waits for it."""
@@ -63,16 +74,33 @@ class Errands:
         threading.Thread(target=work, name=f"dump {command.sequence}", daemon=True).start()
 
     def self_check(self, command: Command, order: RunSelfCheck) -> None:
-        """As a process in a session of its own."""
-        output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the check
-        arguments = [order.level, str(order.deadline_s), str(self._run_dir), *order.peers]
-        program = [sys.executable, "-m", "megascale.cluster.agent.self_check"]
-        process = self._ranks.start_helper([*program, *arguments], output)
-        give_up_s = time.monotonic() + order.deadline_s + self._check_margin_s
-        self._checks.append(_Check(command, process, output, give_up_s))
+        """As a process in a session of its own, in a moment where a warm one is on its way."""
+        now_s = time.monotonic()
+        wait_s = min(WARM_WAIT_S, order.deadline_s / 3)
+        self._asked.append(_Asked(command, order, now_s, now_s + wait_s))
+        self._start_asked()
+
+    def _start_asked(self) -> None:
+        now_s, coming = time.monotonic(), self._ranks.warm.check_is_coming
+        for asked in [one for one in self._asked if not coming or now_s >= one.start_s]:
+            self._asked.remove(asked)
+            order, left_s = asked.order, asked.order.deadline_s - (now_s - asked.asked_s)
+            output = tempfile.NamedTemporaryFile()  # noqa: SIM115 - closed with the check
+            arguments = [order.level, f"{left_s:.3f}", str(self._run_dir), *order.peers]
+            try:
+                process = self._ranks.start_check(arguments, Path(output.name))
+            except OSError as error:
+                output.close()
+                reason = f"the self-check could not be started: {error}"
+                self._results.put(asked.command, ok=False, reason=reason)
+                continue
+            give_up_s = now_s + left_s + self._check_margin_s
+            self._checks.append(_Check(asked.command, process, output, give_up_s))
 
     def tick(self) -> None:
-        """Post the ended ones; kill those beyond their deadline, once, and give them up."""
+        """Start what waits; post the ended ones; kill those beyond their deadline, once, and give
+        them up."""
+        self._start_asked()
         for check in list(self._checks):
             has_ended = check.process.poll() is not None
             if not has_ended and time.monotonic() < check.give_up_s:
@@ -88,6 +116,7 @@ class Errands:
             self._kill(check)
             check.output.close()
         self._checks.clear()
+        self._asked.clear()
 
     def _kill(self, check: _Check) -> None:
         with suppress(ProcessLookupError):

@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO
 
 from megascale.cluster.agent.birth_command import birth
 from megascale.cluster.agent.ledger import HELPER, PAGE_VARIABLE, Ledger, Member, Record, sweep
@@ -32,6 +31,8 @@ from megascale.cluster.agent.rank_process import (
 )
 from megascale.cluster.agent.run_files import error_file, last_line_end, line_file, log_file
 from megascale.cluster.agent.warm import WarmRanks
+from megascale.cluster.agent.warm_process import Child
+from megascale.cluster.agent.warm_template import CHECK_PROGRAM
 from megascale.cluster.agent.watchdog import Watchdog
 from megascale.cluster.messages import RankPlace, StartRanks
 from megascale.env import MEMORY_SLOTS, child_environment
@@ -123,18 +124,25 @@ class Ranks:
         self.warm.tick(now_s, self.statuses, checks=bool(self._helpers))
         return changed
 
-    def start_helper(self, command: list[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
-        """A process that works for the agent: it ends with it as a rank does, in its own session.
+    def start_check(self, arguments: list[str], output: Path) -> Child:
+        """The node's self-check, warm where that can be: it ends with the agent as a rank does, in
+        its own session.
 
-        Whoever starts it collects it, and says so with `helper_ended`.
+        output  what it prints is added to this file
+        Whoever starts it collects it, and says so with `helper_ended`. Raises OSError.
         """
-        process = subprocess.Popen(
-            [*birth(), *command],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        warm = self.warm.take_check(arguments, output)
+        if warm is not None:
+            process = warm.process
+        else:
+            with output.open("ab") as file:
+                process = subprocess.Popen(
+                    [*birth(), sys.executable, "-m", CHECK_PROGRAM, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
         stat = read_stat(process.pid)
         assert stat is not None, f"own child {process.pid} is not in /proc"
         self._helpers[stat.pid] = Member(stat.pid, stat.start_ticks, stat.pid, HELPER, 0)
@@ -198,7 +206,7 @@ class Ranks:
 
     def _take_warm(
         self, order: StartRanks, place: RankPlace, environment: Mapping[str, str], log: Path
-    ) -> subprocess.Popen[bytes] | None:
+    ) -> Child | None:
         if order.program is not None:
             return None
         warm = self.warm.take(place.local_rank, environment, order.arguments, log)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import Literal
 
 from megascale.cluster.agent.ledger import Member
 from megascale.cluster.agent.proc import Identity, Stat, below, read_stat, send
+from megascale.cluster.agent.warm_process import Child
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class RankStatus:
 class RankProcess:
     """A started rank. `look` and `advance` are called in turn until `is_over`."""
 
-    def __init__(self, status: RankStatus, process: subprocess.Popen[bytes] | None) -> None:
+    def __init__(self, status: RankStatus, process: Child | None) -> None:
         self.status = status
         self.below: dict[Identity, Stat] = {}
         self.killed_s: float | None = None

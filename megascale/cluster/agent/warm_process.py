@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 import megascale
 from megascale.cluster.agent.birth_command import birth
@@ -35,15 +35,30 @@ LATE = frozenset(
 )
 PACKAGE = Path(megascale.__file__).parent
 PROGRAM = ("-m", "megascale.train.warm")
-_ROOM = 2048  # bytes for these in /proc/PID/environ
+ROOM = 2048  # bytes for these in /proc/PID/environ
+RANK_PROGRAM = "megascale"
 Code = frozenset[tuple[str, int, int]]
+
+
+class Child(Protocol):
+    """What is needed of a `subprocess.Popen`, also of a process that somebody else has forked."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
+    @property
+    def stdin(self) -> IO[bytes] | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
 
 
 @dataclass
 class WarmProcess:
     """`ready` is None once it is; `environment` and `code` are what it has read."""
 
-    process: subprocess.Popen[bytes]
+    process: Child
     start_ticks: int
     local_rank: int
     environment: Mapping[str, str]
@@ -67,10 +82,22 @@ class WarmProcess:
         self.ready = None
         return True
 
-    def tell(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> bool:
+    def tell(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        module: str = RANK_PROGRAM,
+    ) -> bool:
         """Hand over what it is to be; False where it does not take it. Never waits."""
         late = {name: environment[name] for name in sorted(LATE & environment.keys())}
-        order = {"arguments": list(arguments), "environment": late, "log": str(log.absolute())}
+        order: dict[str, object] = {
+            "arguments": list(arguments),
+            "environment": late,
+            "log": str(log.absolute()),
+        }
+        if module != RANK_PROGRAM:
+            order["module"] = module
         line = json.dumps(order).encode() + b"\n"
         assert self.process.stdin is not None
         try:
@@ -104,7 +131,7 @@ def begin(
     ready = os.fdopen(theirs, "rb", buffering=0)
     os.set_blocking(theirs, False)
     command = [sys.executable, *PROGRAM, str(ours), str(local_rank)]
-    room = f"{pages}/warm-{local_rank}".ljust(_ROOM, "/")
+    room = f"{pages}/warm-{local_rank}".ljust(ROOM, "/")
     try:
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -148,3 +175,12 @@ def code_now() -> Code:
                         stat = entry.stat()
                         found.append((entry.path, stat.st_mtime_ns, stat.st_size))
     return frozenset(found)
+
+
+def held_bytes(pid: int) -> int:
+    """Memory of the process, its share of what it shares with others; 0 where it is gone."""
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0

@@ -6,8 +6,9 @@ JSON object a line: `{"workload": NAME, "at": TEXT}` before something that may h
 several short checks share one start of torch, and one that hangs costs only itself: the process is
 ended and another does the rest.
 
-Each worker leads a process group of its own, which is ended as a whole, also after a good end: no
-orphan stays. Workers ask the kernel to end them with their parent.
+A worker is a new interpreter, or a fork of this one (`forked.py`). Each leads a process group of
+its own, which is ended as a whole, also after a good end: no orphan stays. Workers ask the kernel
+to end them with their parent.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import json
 import os
 import selectors
 import signal
-import subprocess
 import sys
 import time
 from collections import deque
@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from megascale.env import child_environment
+from megascale.cluster.selfcheck import forked
 
 POLL_S = 0.02
 KILL_WAIT_S = 0.5  # a process that SIGKILL does not end within it sits in the kernel
@@ -77,14 +77,7 @@ class Worker:
         self.at = "its start"
         self.start = time.monotonic()
         self._ended: bool | None = None
-        self._process = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=child_environment(changes),
-            start_new_session=True,
-        )
+        self._process = forked.start(argv, changes)
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         self._out, self._err = self._process.stdout.fileno(), self._process.stderr.fileno()

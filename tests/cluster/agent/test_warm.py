@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -17,13 +18,15 @@ from typing import Any, cast
 import pytest
 
 from megascale.cluster.agent import warm as pool
-from megascale.cluster.agent import warm_process
+from megascale.cluster.agent import warm_calm, warm_process, warm_template
 from megascale.cluster.agent.ledger import PAGE_VARIABLE
 from megascale.cluster.agent.proc import marker_of, read_stat
 from megascale.cluster.agent.progress import make_page
 from megascale.cluster.agent.rank_process import Deadlines, RankProcess, RankStatus
 from megascale.cluster.agent.warm import WarmRanks
-from megascale.cluster.messages import StartRanks, StopRanks
+from megascale.cluster.agent.warm_template import Forked
+from megascale.cluster.messages import RunSelfCheck, StartRanks, StopRanks
+from megascale.env import installed_versions
 from megascale.events import Issued, ProgressWriter
 from tests.cluster.agent.conftest import Ordered, StartAgent, gone_within
 from tests.cluster.agent.fake_driver import FakeDriver
@@ -44,13 +47,22 @@ if line:
         file.write(line)
     time.sleep(600)
 """
+TEMPLATE = """
+import sys, threading, time
+from megascale.train import template, warm
+warm.import_all = lambda _: time.sleep(0.2)
+template.MORE = sys.argv[2:] = ()
+if THREAD:
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+template.main()
+"""
 BASE = {"PATH": os.environ["PATH"], "COLOUR": "red"}
 
 
 class Pool:
     """A pool whose processes are the stand-in, by a clock that a test moves."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, forks: bool = False) -> None:
         self.program = folder / "stand_in.py"
         self.program.write_text(STANDS_IN)
         self.changes = 0
@@ -59,6 +71,7 @@ class Pool:
         self.statuses: list[RankStatus] = []
         self.checks = False
         self.warm = WarmRanks(BASE, self.pages, folder, self._changed)
+        self.warm._forks = forks
         self.log = folder / "rank.log"
 
     def _changed(self) -> None:
@@ -106,13 +119,118 @@ class Pool:
 def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
     made = Pool(tmp_path)
     monkeypatch.setattr(warm_process, "PROGRAM", (str(made.program),))
-    monkeypatch.setattr(pool, "QUIET_S", 0.0)
+    monkeypatch.setattr(warm_calm, "QUIET_S", 0.0)
     yield made
     for process in made.taken:
         process.kill()
         process.wait()
     made.warm.close()
     assert not made.pids
+
+
+@pytest.fixture
+def forking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    """A pool with a template that imports nothing; its file is template.py."""
+    monkeypatch.setitem(BASE, "PYTHONPATH", str(ROOT))
+    made = Pool(tmp_path, forks=True)
+    program = tmp_path / "template.py"
+    program.write_text(TEMPLATE.replace("THREAD", "False"))
+    monkeypatch.setattr(warm_template, "PROGRAM", (str(program),))
+    monkeypatch.setattr(warm_process, "PROGRAM", (str(made.program),))
+    monkeypatch.setattr(warm_calm, "QUIET_S", 0.0)
+    adopts = ctypes.CDLL(None).prctl
+    adopts(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    yield made
+    for process in made.taken:
+        process.kill()
+        process.wait()
+    made.warm.close()
+    adopts(36, 0, 0, 0, 0)
+    assert not made.pids
+
+
+def _three(one: Pool) -> list[int]:
+    """Of two ranks and the self-check, once they are there."""
+    one.until(lambda: len(one.warm._warm) == 3)
+    return [one.warm._warm[key].pid for key in (0, 1, pool.CHECK)]
+
+
+def test_forks_of_a_template_are_our_own_and_the_next_are_there_at_once(forking: Pool) -> None:
+    one = forking
+    one.warm.want("all", 2)
+    (template,) = one.pids
+    coming = [one.warm.check_is_coming]
+    first = _three(one)
+    coming.append(one.warm.check_is_coming)
+    assert coming == [True, False], "a self-check waits for it"
+    stat = read_stat(first[1])
+    assert stat is not None
+    assert (stat.parent, stat.session, stat.group) == (os.getpid(), first[1], first[1])
+    assert marker_of(stat, f"{PAGE_VARIABLE}={one.pages}/".encode())
+    assert {template, *first} == {*one.pids}, "all are written down"
+    one.warm.expect(2)
+    environment = {**BASE, "RANK": "7", PAGE_VARIABLE: "page"}
+    taken = one.warm.take(1, environment, ["version"], one.log)
+    assert taken is not None
+    assert taken.pid == first[1]
+    assert isinstance(taken.process, Forked)
+    assert taken.process.wait(30.0) == 0
+    assert one.log.read_text().strip() == installed_versions(["megascale"])["megascale"]
+    second = _three(one)
+    assert (second[0], second[2]) == (first[0], first[2])
+    assert second[1] not in first
+    assert template in one.pids, "one import for all"
+
+
+def test_a_self_check_is_taken_too(forking: Pool, tmp_path: Path) -> None:
+    one = forking
+    one.warm.want("all", 2)
+    first = _three(one)
+    output = tmp_path / "check"
+    taken = one.warm.take_check(["light", "1", str(tmp_path)], output)
+    assert taken is not None
+    assert taken.pid == first[2]
+    assert taken.process.wait(30.0) == 0
+    assert json.loads(output.read_text())["detail"]["level"] == "light"
+    assert one.warm.check_is_coming
+
+
+def test_a_template_with_a_thread_does_not_fork_and_each_imports_for_itself(
+    forking: Pool, tmp_path: Path
+) -> None:
+    one = forking
+    (tmp_path / "template.py").write_text(TEMPLATE.replace("THREAD", "True"))
+    one.warm.want("all", 2)
+    (template,) = one.pids
+    one.until(lambda: one.pids and template not in one.pids)
+    one.until(lambda: len(one.pids) == 2 and one.are_ready)
+    assert not one.warm.check_is_coming
+    assert one.take() is not None
+    assert one.told()["environment"]["RANK"] == "7"
+
+
+def test_children_outlive_their_template_and_another_is_begun(forking: Pool) -> None:
+    one = forking
+    one.warm.want("all", 2)
+    (template,) = one.pids
+    first = _three(one)
+    os.kill(template, signal.SIGKILL)
+    one.until(lambda: template not in one.pids)
+    one.warm.expect(2)
+    taken = one.warm.take(0, {**BASE, PAGE_VARIABLE: "page"}, ["version"], one.log)
+    assert taken is not None
+    assert taken.process.wait(30.0) == 0
+    assert set(one.tick()) == {*first[1:]}, "a pause after what died"
+    one.tick(later_s=warm_calm.FIRST_PAUSE_S + 1.0)
+    assert _three(one)[1:] == first[1:]
+
+
+def test_spares_keep_nothing_beside_ranks(forking: Pool, tmp_path: Path) -> None:
+    one = forking
+    one.warm.want("spares", 2)
+    _three(one)
+    one.statuses = [_running(tmp_path, 0, time.monotonic())[0]]
+    one.until(lambda: not one.pids)
 
 
 def test_a_ready_one_is_told_who_it_is(one: Pool) -> None:
@@ -124,7 +242,7 @@ def test_a_ready_one_is_told_who_it_is(one: Pool) -> None:
     assert (member.identity, member.session, stat.session) == (stat.identity, pid, pid)
     one.until(lambda: one.are_ready)
     assert marker_of(stat, f"{PAGE_VARIABLE}={one.pages}/".encode()), "its folder marks whose it is"
-    assert one.warm.rss_bytes > 1 << 20
+    assert one.warm.held_bytes > 1 << 20
     assert one.take() == pid
     assert one.told() == {
         "arguments": ["train", "x.toml"],
@@ -146,7 +264,7 @@ def test_one_that_still_imports_is_told_too_unless_it_is_late(
     monkeypatch.setattr(pool, "READY_S", 60.0)
     one.until(lambda: late not in one.pids)
     assert not one.tick(), "after a failure there is a pause"
-    (pid,) = one.tick(later_s=pool.FIRST_PAUSE_S + 1.0)
+    (pid,) = one.tick(later_s=warm_calm.FIRST_PAUSE_S + 1.0)
     began_s = time.monotonic()
     assert one.take() == pid
     assert time.monotonic() - began_s < 1.0
@@ -163,7 +281,7 @@ def test_one_that_was_killed_is_not_used(one: Pool) -> None:
     changes = one.changes
     assert one.take() is None
     assert one.changes == changes + 1
-    assert one.tick(later_s=pool.FIRST_PAUSE_S + 1.0) != [pid]
+    assert one.tick(later_s=warm_calm.FIRST_PAUSE_S + 1.0) != [pid]
 
 
 def test_another_environment_needs_others(one: Pool) -> None:
@@ -259,10 +377,10 @@ def test_a_long_first_step_is_not_waited_for_and_spares_alone_are_kept(
     status, _ = _running(tmp_path, 0, time.monotonic())
     one.statuses = [status]
     one.warm.want("spares", 1)
-    assert not one.tick(later_s=pool.REFILL_S + 1.0), "a node with ranks"
+    assert not one.tick(later_s=warm_calm.REFILL_S + 1.0), "a node with ranks"
     one.warm.want("all", 1)
     assert not one.tick()
-    assert len(one.tick(later_s=pool.REFILL_S + 1.0)) == 1
+    assert len(one.tick(later_s=warm_calm.REFILL_S + 1.0)) == 1
     one.warm.end()
     one.until(lambda: not one.pids)
     one.warm.want("spares", 1)
@@ -271,7 +389,7 @@ def test_a_long_first_step_is_not_waited_for_and_spares_alone_are_kept(
 
 
 def test_a_self_check_has_the_node_to_itself(one: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "QUIET_S", 5.0)
+    monkeypatch.setattr(warm_calm, "QUIET_S", 5.0)
     one.warm.want("all", 1)
     assert not one.tick(later_s=4.0), "the driver may want something else next"
     one.checks = True
@@ -355,7 +473,7 @@ def test_a_warm_process_becomes_the_rank_and_another_program_ignores_it(
     _want(driver, "all", 1)
     start_agent(path=str(copy))
     (first,) = _ready(driver, tmp_path, 1)
-    assert _members(tmp_path) == {first: -1}
+    assert _members(tmp_path)[first] == -1
     started = driver.result_of(driver.order(_ours(ordered(SLEEPS), "train", "/nowhere.toml")))
     assert started.detail["pids"] == {"0": first}
     dead = driver.rank(0, state="exited")
@@ -418,6 +536,26 @@ def test_an_agent_leaves_no_warm_process(
     assert stat is None or not stat.is_alive
 
 
+@pytest.mark.full
+def test_the_first_self_check_waits_for_the_template_and_the_next_has_one(
+    driver: FakeDriver, start_agent: StartAgent, tmp_path: Path, copy: Path
+) -> None:
+    """Its answer is that of a check that starts anew, from workers that imported nothing."""
+    _want(driver, "all", 1)
+    start_agent(path=str(copy))
+    log = tmp_path / "agent-0.log"
+
+    def come() -> bool:
+        return log.read_text().count("the next self-check") == count
+
+    for count in (2, 3):  # taken, and another came
+        result = driver.result_of(driver.order(RunSelfCheck(level="light", deadline_s=120.0)))
+        assert result.ok, result
+        names = [check["name"] for check in result.detail["checks"]]
+        assert names == ["host", "gpus", "memory", "gemm", "replay"]
+        driver.wait(come, 30.0, "the next")
+
+
 def _hook(copy: Path, program: Path) -> None:
     """`megascale fork` in a warm process runs `program`."""
     (copy / "sitecustomize.py").write_text(
@@ -426,7 +564,7 @@ def _hook(copy: Path, program: Path) -> None:
         "    def run():\n"
         f"        runpy.run_path({str(program)!r}) if sys.argv[1:] == ['fork'] else main()\n"
         "    return run\n"
-        "if 'megascale.train.warm' in ' '.join(sys.orig_argv):\n"
+        "if 'megascale.train.template' in ' '.join(sys.orig_argv):\n"
         "    import megascale.cli\n"
         "    megascale.cli.main = fork(megascale.cli.main)\n"
     )
