@@ -120,10 +120,12 @@ def found(turn: Turn, event: Found) -> None:
         if job.suspicion is not None or job.phase == "stopping":
             recovery.fail(turn, fault)
         return
-    if finding.kind not in RUNGS or not _is_certain(turn, fault):
+    only_told = finding.kind == "nic_settings" and job.policy.cluster.nic_settings == "warn"
+    if finding.kind not in RUNGS or only_told or not _is_certain(turn, fault):
         turn.open(finding.kind, fault.text, nodes=nodes, ranks=finding.ranks, ends="quiet")
-        turn.act(Alert(f"{finding.kind} at ranks {list(finding.ranks)[:8]}: {fault.text}"))
-    elif finding.kind == "straggler":
+        where = f"ranks {list(finding.ranks)[:8]} of {', '.join(nodes[:8]) or 'no node'}"
+        turn.act(Alert(f"{finding.kind} at {where}: {fault.text}"))
+    elif RUNGS[finding.kind] == "straggler":
         _straggler(turn, fault)
     else:
         recovery.fail(turn, fault)
@@ -143,12 +145,12 @@ def _straggler(turn: Turn, fault: Fault) -> None:
         return
     number = turn.open(fault.kind, fault.text, nodes=fault.nodes, ranks=fault.ranks)
     if len(job.in_state("spare")) >= len(fault.nodes):
-        evict = tuple((name, f"straggler: {fault.text}", True) for name in fault.nodes)
-        recovery.plan(
-            turn, "straggler", f"{fault.nodes} slow: {fault.text}", incident=number, evict=evict
-        )
+        reason = f"{fault.kind}: {fault.text}"
+        evict = tuple((name, reason, True) for name in fault.nodes)
+        told = f"{', '.join(fault.nodes)}: {reason}"
+        recovery.plan(turn, "straggler", told, incident=number, evict=evict)
         return
-    turn.act(Alert(f"straggler {', '.join(fault.nodes)} stays: there is no spare"))
+    turn.act(Alert(f"{fault.kind}: {', '.join(fault.nodes)} stays: there is no spare"))
     turn.set(starved_s=None)
     replenish_spares(turn, least=len(fault.nodes))
 

@@ -11,8 +11,8 @@ peer is not the news.
 | replicas | parameter hashes differ | evict the minority, go back to where they agreed |
 | stop | out of memory, disk full | restart once, then stop with a report |
 | numerical | not finite, or a spike | the newest state; then the one before; then stop |
-| straggler | slower over several windows | evict at a saved state, when there is a spare |
-| hang | deadline passed, ranks named | self-check; evict the second time, or where it fails |
+| straggler | slower, or less traffic, over several windows | evict at a saved state, with a spare |
+| hang | too late, or no traffic; ranks named | self-check; evict the second time, or if it fails |
 | user | an exception of the program, a refused configuration | stop with the first error |
 | unexplained | a signal, an exit without a word, a lost peer | self-check, restart |
 
@@ -48,7 +48,11 @@ RUNGS: dict[str, str] = {
     "loss_spike": "numerical",
     "numerical": "numerical",
     "straggler": "straggler",
+    "traffic_fell": "straggler",
+    "traffic_fluctuates": "straggler",
+    "nic_settings": "straggler",
     "signal": "unexplained",
+    "traffic_stopped": "hang",
     "hang": "hang",
     "exception": "user",
     "config": "user",

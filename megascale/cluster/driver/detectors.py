@@ -13,15 +13,17 @@ from dataclasses import replace
 import numpy as np
 
 from megascale.cluster.driver.digest import Digest
+from megascale.cluster.driver.launches import Launches
 from megascale.cluster.driver.losses import Losses
 from megascale.cluster.driver.ports import Ports
 from megascale.cluster.driver.program import Groups, Program
 from megascale.cluster.driver.replicas import Replicas
 from megascale.cluster.job import JobState
 from megascale.cluster.messages import Noticed
-from megascale.cluster.transitions import Event, Found
+from megascale.cluster.transitions import Event, Found, HangSuspected
 from megascale.telemetry.diagnose.finding import Finding
 from megascale.telemetry.diagnose.hang import RankView, localise
+from megascale.telemetry.diagnose.late import late_launchers
 from megascale.telemetry.diagnose.numerics import loss_spike, nonfinite
 from megascale.telemetry.diagnose.straggler import Window, stragglers, window
 
@@ -68,6 +70,7 @@ class Detectors:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._ports = Ports()
+        self._launches = Launches(program.run_dir / "telemetry")
         self._losses = Losses(program.run_dir / "metrics.jsonl")
         self._begin(None)
 
@@ -75,21 +78,28 @@ class Detectors:
         self._epoch = epoch
         self._windows: deque[Window] = deque(maxlen=KEPT_WINDOWS)
         self._next_step: int | None = None
-        self._said: set[tuple[str, int | None]] = set()
+        self._said: set[tuple[str, int | None, tuple[int, ...]]] = set()
         self._replicas = Replicas()
         self._losses.skip()
+        self._ports.begin()
+        self._launches.begin()
 
     def look(self, digest: Digest, job: JobState) -> Iterator[Event]:
-        """What is new. A finding of one kind and step is said once."""
+        """What is new. A finding of one kind, step and ranks is said once."""
         yield from self.hear(digest, job)
         groups = self._program.groups(job.world_size)
-        yield from self._new(
-            [
-                *self._stragglers(digest, groups, job),
-                *self._spikes(job),
-                *self._ports.look(digest.take_nics(), job, digest.step),
-            ]
-        )
+        found = [
+            *self._stragglers(digest, groups, job),
+            *self._late(digest, groups, job),
+            *self._spikes(job),
+            *self._ports.look(digest, job),
+        ]
+        still = [one for one in found if one.kind == "traffic_stopped" and not one.ranks]
+        yield from self._new([one for one in found if one not in still])
+        for one in still[:1]:
+            seconds = min(one.evidence["quiet_s"].values())
+            reason = f"no port has moved a byte for {seconds:.1f} s"
+            yield HangSuspected(tuple(range(job.world_size)), reason, digest.step)
 
     def hear(self, digest: Digest, job: JobState) -> Iterator[Event]:
         """Of what the trainers told of themselves. Also while they stop: some end right behind it,
@@ -101,8 +111,9 @@ class Detectors:
 
     def _new(self, findings: list[Finding]) -> Iterator[Event]:
         for finding in findings:
-            if (finding.kind, finding.step) not in self._said:
-                self._said.add((finding.kind, finding.step))
+            what = (finding.kind, finding.step, finding.ranks)
+            if what not in self._said:
+                self._said.add(what)
                 yield Found(finding)
 
     # ------------------------------------------------------------ a method a detector
@@ -153,6 +164,16 @@ class Detectors:
             yield replace(found, ranks=slow)
         else:  # told and no more: it has no rung
             yield replace(found, kind="slow_rank", certain=False)
+
+    def _late(self, digest: Digest, groups: Groups, job: JobState) -> Iterator[Finding]:
+        """Once a window: told and no more, it has no rung."""
+        window_steps = job.policy.cluster.straggler_window
+        if digest.step is None or digest.step < self._launches.looked_at + window_steps:
+            return
+        nodes = [tuple(job.ranks_of(job.nodes[name])) for name in job.holders.values()]
+        found = late_launchers(self._launches.look(digest.step, groups, nodes), digest.step)
+        if found is not None:
+            yield replace(found, certain=False)
 
     def _spikes(self, job: JobState) -> Iterator[Finding]:
         """A jump of the loss: an alert, or a fault where it is `cluster.loss_spike` or more."""

@@ -53,6 +53,7 @@ class Digest:
         self.epoch: int | None = None
         self.ranks: dict[int, RankSeen] = {}
         self.noticed: list[tuple[int, Noticed]] = []
+        self.heard_s = 0.0  # the newest heartbeat
         self._nics: dict[str, Sequence[NicReport]] = {}
         self._hardware = Hardware()
         self._told_exits: set[int] = set()
@@ -64,6 +65,7 @@ class Digest:
 
     def take(self, heartbeat: Heartbeat, at_s: float, job: JobState) -> Iterator[Event]:
         """The events of one heartbeat. Steps and starts come with `settle`."""
+        self.heard_s = max(self.heard_s, at_s)
         if job.ranks_epoch != self.epoch:
             self._begin(job.ranks_epoch)
         node = job.nodes.get(heartbeat.node)

@@ -1,70 +1,98 @@
-"""RDMA ports as the detectors want them: bytes a step, and all ports' settings, of all nodes."""
+"""Ports of all nodes as the detectors want them: their traffic, settings, errors and light."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from megascale.cluster.driver.links import is_rdma
+from megascale.cluster.driver.digest import Digest
+from megascale.cluster.driver.progress import MEDIANS, SAVING
+from megascale.cluster.driver.traffic import Traffic
 from megascale.cluster.job import JobState
 from megascale.cluster.messages import NicReport
 from megascale.telemetry.diagnose.finding import Finding
+from megascale.telemetry.diagnose.nic_health import ERRORS, dark_optics, erring_ports
 from megascale.telemetry.diagnose.nic_settings import differing_settings
-from megascale.telemetry.diagnose.traffic import Port, bytes_per_step, changed
 
-KEPT_STEPS = 64
-SAMPLES = 128
-_IS_BYTES = ("bytes", "_data")
+COUNTED_S = 300.0  # errors are compared over such times
+_REST = SAVING | {"done", "init"}
 
 
 class Ports:
-    """Samples by (node, port); one a second is enough."""
+    """Of the nodes that hold ranks."""
 
     def __init__(self) -> None:
-        self._samples: dict[tuple[str, str], deque[tuple[int, int]]] = {}
+        self._traffic = Traffic()
         self._settings: dict[str, dict[str, dict[str, str]]] = {}
-        self._judged: int | None = None
+        self._counted: dict[str, dict[str, dict[str, int]]] = {}
+        self._first: dict[str, dict[str, dict[str, int]]] = {}
+        self._first_s: float | None = None
 
-    def look(
-        self, reports: dict[str, Sequence[NicReport]], job: JobState, step: int | None
-    ) -> Iterator[Finding]:
-        told = False
-        for node, nics in reports.items():
-            for nic in nics:
-                if nic.settings and self._settings.get(node, {}).get(nic.name) != nic.settings:
-                    self._settings.setdefault(node, {})[nic.name] = nic.settings
-                    told = True
-                if step is not None and nic.counters and is_rdma(nic.name):
-                    samples = self._samples.setdefault((node, nic.name), deque(maxlen=SAMPLES))
-                    samples.append((step, _bytes(nic)))
+    def begin(self) -> None:
+        """Another epoch."""
+        self._traffic.begin()
+
+    def look(self, digest: Digest, job: JobState) -> Iterator[Finding]:
+        reports, now_s, step = digest.take_nics(), digest.heard_s, digest.step
+        told = [self._take(node, nics, now_s, step) for node, nics in reports.items()]
         ranks_of = {name: list(job.ranks_of(job.nodes[name])) for name in job.holders.values()}
-        if told:
+        if any(told):
             settings = {node: of for node, of in self._settings.items() if node in ranks_of}
-            found = differing_settings(settings, ranks_of)
-            if found is not None:
-                yield found
-        if step is not None and step != self._judged:
-            self._judged = step
-            yield from self._traffic(ranks_of, step)
+            for found in (differing_settings(settings, ranks_of), dark_optics(settings, ranks_of)):
+                if found is not None:
+                    yield found
+        yield from self._errors(ranks_of, now_s)
+        if step is None:
+            return
+        phases = {
+            seen.report.progress.phase for seen in digest.ranks.values() if seen.report.progress
+        }
+        if phases & _REST:
+            self._traffic.rest()
+        else:
+            least_s = MEDIANS * (digest.median_step_s or 0.0)
+            stopped = self._traffic.pauses(ranks_of, now_s, least_s)
+            if stopped is not None:
+                yield stopped
+        cluster = job.policy.cluster
+        lasting = cluster.straggler_windows * cluster.straggler_window
+        yield from self._traffic.changes(ranks_of, step, lasting)
 
-    def _traffic(self, ranks_of: dict[str, list[int]], step: int) -> list[Finding]:
-        ports: list[Port] = []
-        rows: list[list[float]] = []
-        for (node, name), samples in sorted(self._samples.items()):
-            if node in ranks_of:
-                known = bytes_per_step([s for s, _ in samples], [count for _, count in samples])
-                ports.append(Port(node, name, tuple(ranks_of[node])))
-                first = step - KEPT_STEPS
-                rows.append([known.get(s, np.nan) for s in range(first + 1, step)])
-        if not rows:
-            return []
-        bytes_SP: Any = np.array(rows).T
-        known_S = ~np.isnan(bytes_SP).all(axis=1)
-        return changed(bytes_SP[known_S], ports, step - 1) if known_S.any() else []
+    def _take(self, node: str, nics: Sequence[NicReport], now_s: float, step: int | None) -> bool:
+        """True where settings are new."""
+        told = False
+        for nic in nics:
+            if nic.settings and self._settings.get(node, {}).get(nic.name) != nic.settings:
+                self._settings.setdefault(node, {})[nic.name] = nic.settings
+                told = True
+            counted = {name: nic.counters[name] for name in nic.counters.keys() & ERRORS}
+            self._counted.setdefault(node, {})[nic.name] = counted
+        self._traffic.add(node, nics, now_s, step)
+        return told
+
+    def _errors(self, ranks_of: Mapping[str, Sequence[int]], now_s: float) -> Iterator[Finding]:
+        """Of COUNTED_S that are over. A counter that fell was reset, and counts from zero."""
+        if self._first_s is None:
+            self._first_s, self._first = now_s, _copied(self._counted)
+        if now_s - self._first_s < COUNTED_S:
+            return
+        growth: dict[str, dict[str, dict[str, int]]] = {}
+        for node, ports in self._counted.items():
+            before = self._first.get(node)
+            if node in ranks_of and before is not None:
+                growth[node] = {
+                    port: {
+                        name: count - min(count, before[port].get(name, count))
+                        for name, count in of.items()
+                    }
+                    for port, of in ports.items()
+                    if port in before
+                }
+        self._first_s, self._first = now_s, _copied(self._counted)
+        found = erring_ports(growth, ranks_of)
+        if found is not None:
+            yield found
 
 
-def _bytes(nic: NicReport) -> int:
-    return sum(value for name, value in nic.counters.items() if name.endswith(_IS_BYTES))
+def _copied(counted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {node: dict(ports) for node, ports in counted.items()}
