@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megascale.cluster import recovery
-from megascale.cluster.actions import Action
+from megascale.cluster.actions import Action, Notify
 from megascale.cluster.decide_nodes import (
     allocated,
     check_done,
@@ -51,6 +51,7 @@ from megascale.cluster.transitions import (
     Policy,
     RankExited,
     RanksStarted,
+    Readopted,
     StepReached,
     StopRequested,
     Tick,
@@ -167,7 +168,14 @@ def _give_up_waiting(turn: Turn) -> None:
 def _driver_restarted(turn: Turn, event: DriverRestarted) -> None:
     """The epoch rises, so that the driver before is refused; ranks train on."""
     job = turn.job
-    turn.set(epoch=job.epoch + 1, policy=event.policy, wanted=0, starved_s=None)
+    turn.set(
+        epoch=job.epoch + 1,
+        policy=event.policy,
+        wanted=0,
+        starved_s=None,
+        num_drivers=job.num_drivers + 1,
+        readopted=None,
+    )
     turn.say("the driver started again")
     if job.suspicion is not None:
         turn.close(job.suspicion.incident, "the driver started again")
@@ -184,6 +192,14 @@ def _driver_restarted(turn: Turn, event: DriverRestarted) -> None:
     launch(turn)
     if turn.job.phase == "training":  # an answer may be lost with the driver that asked
         replenish_spares(turn)
+
+
+def _readopted(turn: Turn, event: Readopted) -> None:
+    turn.set(readopted=event)
+    missing = f", {', '.join(event.missing[:8])} did not come" if event.missing else ""
+    told = f"{len(event.agents)} agents were taken over within {event.seconds:.1f} s{missing}"
+    turn.say(told)
+    turn.act(Notify(told))
 
 
 _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
@@ -206,4 +222,5 @@ _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
     UpdateRequested: _update_requested,
     Tick: _tick,
     DriverRestarted: _driver_restarted,
+    Readopted: _readopted,
 }

@@ -14,7 +14,7 @@ from typing import Literal
 
 from megascale.cluster.incidents import Incident
 from megascale.cluster.ledger import Ledger
-from megascale.cluster.transitions import Policy
+from megascale.cluster.transitions import Policy, Readopted
 
 Phase = Literal[
     "allocating", "checking", "starting", "training", "stopping", "diagnosing", "done", "failed"
@@ -121,6 +121,7 @@ class JobState:
     wanted        machines that the backend has been asked for and has not answered
     starved_s     when it last had none
     waiting_s     since when the job has had too few machines
+    num_drivers   that this job has had; `readopted`: what came to the present one, once it is known
     """
 
     policy: Policy
@@ -144,6 +145,8 @@ class JobState:
     waiting_s: float | None = None
     overrides: tuple[str, ...] = ()
     ledger: Ledger = field(default_factory=Ledger)
+    num_drivers: int = 1
+    readopted: Readopted | None = None
     report: str = ""
 
     @property

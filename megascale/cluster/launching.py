@@ -97,6 +97,8 @@ def replenish_spares(turn: Turn, least: int = 0) -> None:
 def finish(turn: Turn, *, ok: bool, report: str, exit_code: int = 0) -> None:
     """The job's end: every incident is closed, every node leaves."""
     job = turn.job
+    if job.num_drivers > 1:
+        report = f"{report} (under {job.num_drivers} drivers, one after the other)"
     well = ok and job.phase == "training" and job.recovery is None  # not one that was stopped
     for incident in job.open:
         turn.close(incident.number, "recovered" if well else "the job ended")

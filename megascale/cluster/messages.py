@@ -353,6 +353,14 @@ class IncidentStatus(Message):
     text: str = ""
 
 
+class ReadoptedStatus(Message):
+    """Agents of the driver before: which came to this one within `seconds`, which did not."""
+
+    agents: list[str]
+    missing: list[str] = Field(default_factory=list)
+    seconds: Seconds
+
+
 class Status(Message):
     """The job at a glance.
 
@@ -361,6 +369,7 @@ class Status(Message):
     ledger_s  where that time went, by kind (`cluster/ledger.py`); booked up to the last transition
     ettr      useful share of it
     refused   requests that were refused, by kind
+    drivers   that the job has had; `readopted`: by the present one, None until that is known
     """
 
     phase: Name
@@ -377,4 +386,6 @@ class Status(Message):
     ledger_s: dict[str, Seconds]
     ettr: float | None = None
     refused: dict[str, Count]
+    drivers: Count = 1
+    readopted: ReadoptedStatus | None = None
     report: str = ""

@@ -186,6 +186,16 @@ class DriverRestarted:
     policy: Policy
 
 
+@dataclass(frozen=True)
+class Readopted:
+    """`seconds` after this driver began, these `agents` of the one before had come to it.
+    `missing`: those that had not, or were lost meanwhile."""
+
+    agents: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
 Event = (
     NodeJoined
     | NodeHeard
@@ -206,4 +216,5 @@ Event = (
     | UpdateRequested
     | Tick
     | DriverRestarted
+    | Readopted
 )

@@ -33,6 +33,7 @@ from megascale.cluster.job import JobState
 from megascale.cluster.transitions import Allocated, HardwareSeen, NodeGone
 from megascale.env import free_port
 
+AGAIN_S = 5.0  # a backend that could not say which machines are there
 _log = logging.getLogger(__name__)
 
 
@@ -47,6 +48,9 @@ class Hands:
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="backend")
         self._lock = threading.Lock()
         self._watching: Future[None] | None = None
+        self._owns = threading.Event()  # the backend is this driver's to call
+        self._owns.set()
+        self._closing = threading.Event()
 
     def do(self, action: Action, job: JobState) -> None:
         """In the deciding thread; never waits."""
@@ -77,15 +81,16 @@ class Hands:
         if self._watching is None or self._watching.done():
             self._watching = self._call(self._watch)
 
-    def adopt(self, machines: list[Machine]) -> list[str]:
-        """After a restart: those that are still there. Waits for the backend."""
-        kept = self._backend.adopt(machines)
-        with self._lock:
-            self.machines = {machine.name: machine for machine in kept}
-        return [machine.name for machine in kept]
+    def adopt(self, machines: list[Machine]) -> None:
+        """After a restart. Never waits: ending what is left of others may take the backend long.
+        Those that are not there any more come as events; other calls to the backend come after."""
+        self.machines = {machine.name: machine for machine in machines}
+        self._owns.clear()
+        self._threads.submit(self._adopt, machines)
 
     def close(self, *, give_back: bool) -> None:
         """End the threads; with `give_back` the machines too."""
+        self._closing.set()
         self._threads.shutdown(wait=give_back, cancel_futures=True)
         if give_back:
             try:
@@ -117,6 +122,7 @@ class Hands:
 
     def _call(self, task: Callable[[], None]) -> Future[None]:
         def guarded() -> None:
+            self._owns.wait()
             try:
                 task()
             except FencedError as error:
@@ -125,6 +131,34 @@ class Hands:
                 _log.error("backend: %s", error)
 
         return self._threads.submit(guarded)
+
+    def _adopt(self, machines: list[Machine]) -> None:
+        kept = None
+        try:
+            while kept is None and not self._closing.is_set():
+                kept = self._ask_for_own(machines)
+        finally:
+            self._owns.set()
+        if kept is None:
+            return
+        with self._lock:
+            there = {machine.name: machine for machine in kept}
+            self.machines = {name: there[name] for name in self.machines if name in there}
+        for machine in machines:
+            if machine.name not in there:
+                self._desk.post(NodeGone(machine.name, "gone while no driver was there"))
+
+    def _ask_for_own(self, machines: list[Machine]) -> list[Machine] | None:
+        """None where the backend did not answer, some seconds later."""
+        try:
+            return self._backend.adopt(machines)
+        except FencedError as error:
+            self.fenced = error
+            self._closing.set()
+        except BackendError as error:
+            _log.error("machines of the driver before: %s; asked again in %g s", error, AGAIN_S)
+            self._closing.wait(AGAIN_S)
+        return None
 
     def _evict(self, action: EvictNode) -> None:
         with self._lock:

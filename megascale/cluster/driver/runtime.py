@@ -27,6 +27,7 @@ from megascale.cluster.driver.first_rank import FirstRank
 from megascale.cluster.driver.journal import Journal
 from megascale.cluster.driver.lock import DriverLock, FencedDriverError
 from megascale.cluster.driver.program import Program
+from megascale.cluster.driver.readoption import Readoption
 from megascale.cluster.driver.refusals import RefusedError
 from megascale.cluster.driver.results import event_of
 from megascale.cluster.driver.silences import silent_nodes
@@ -72,6 +73,7 @@ class Driver:
         self._began_s = time.monotonic()
         self._base_s = 0.0
         self.is_restart = False
+        self._readoption: Readoption | None = None
         try:
             decision = self._restore(policy) or begin(policy)
         except ConfigError:
@@ -149,6 +151,7 @@ class Driver:
         down_s = max(0.0, time.time() - (self.journal.last_unix_s or time.time()))
         self._base_s = job_s + down_s
         self.is_restart = True
+        self._readoption = Readoption(job, self._began_s)
         event = DriverRestarted(policy)
         decision = decide(job, event, self._base_s)
         self.journal.append([(event, decision, self._base_s)])
@@ -164,19 +167,11 @@ class Driver:
     def _begin(self) -> None:
         if self.is_restart:
             _log.info("this driver goes on with the job, epoch %d", self.job.epoch)
-            self._adopt()
+            known = [node for node in self.job.nodes.values() if node.state not in OVER]
+            self._hands.adopt([Machine(node.name, node.host, node.switch) for node in known])
         self._words.say(None, self._start)
         for action in self._start.actions:
             self._hands.do(action, self.job)
-
-    def _adopt(self) -> None:
-        """Machines that went while no driver was there are gone for certain."""
-        known = [node for node in self.job.nodes.values() if node.state not in OVER]
-        machines = [Machine(node.name, node.host, node.switch) for node in known]
-        kept = set(self._hands.adopt(machines))
-        for node in known:
-            if node.name not in kept:
-                self.desk.post(NodeGone(node.name, "gone while no driver was there"))
 
     # ------------------------------------------------------------ turns
 
@@ -222,10 +217,14 @@ class Driver:
     def _decide(self, event: Event, decided: list[tuple[Event, Decision, float]]) -> None:
         job_s = self.job_s
         decision = decide(self.job, event, job_s)
-        if decision.job is self.job and not decision.actions:
-            return
-        self.job = decision.job
-        decided.append((event, decision, job_s))
+        if decision.job is not self.job or decision.actions:
+            self.job = decision.job
+            decided.append((event, decision, job_s))
+        if self._readoption is not None:
+            readopted = self._readoption.see(event, self.job, time.monotonic())
+            if readopted is not None:
+                self._readoption = None
+                self._decide(readopted, decided)
 
     def _commit(
         self,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from megascale.cluster.driver.desk import Desk
 from megascale.cluster.job import natural
-from megascale.cluster.messages import IncidentStatus, NodeStatus, Status
+from megascale.cluster.messages import IncidentStatus, NodeStatus, ReadoptedStatus, Status
 
 
 def status_of(desk: Desk, run_dir: str, job_s: float) -> Status:
@@ -52,5 +54,7 @@ def status_of(desk: Desk, run_dir: str, job_s: float) -> Status:
         ledger_s=job.ledger.seconds(),
         ettr=job.ledger.ettr,
         refused=dict(desk.refusals.counts),
+        drivers=job.num_drivers,
+        readopted=None if job.readopted is None else ReadoptedStatus(**asdict(job.readopted)),
         report=job.report,
     )

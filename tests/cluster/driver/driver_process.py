@@ -13,4 +13,5 @@ from tests.cluster.driver.test_runtime import quick
 if __name__ == "__main__":
     run_dir = Path(sys.argv[1])
     policy = quick(suspect_after_s=5.0, flap_tolerance_s=10.0)
-    sys.exit(run(Job(Program(run_dir, ("train",)), policy), PaperBackend(2)))
+    backend = PaperBackend(2, adopt_s=float(sys.argv[2]))
+    sys.exit(run(Job(Program(run_dir, ("train",)), policy), backend))

@@ -29,6 +29,7 @@ class PaperBackend:
     evicted: list[tuple[str, bool]] = field(default_factory=list)
     events: list[MachineEvent] = field(default_factory=list)
     closed: bool = False
+    adopt_s: float = 0.0  # beside a process that does not end
     on_give: Callable[[str], None] = lambda _name: None
 
     def allocate(self, count: int, *, exclude: Sequence[str] = ()) -> list[Machine]:
@@ -54,6 +55,7 @@ class PaperBackend:
         return events
 
     def adopt(self, machines: Sequence[Machine]) -> list[Machine]:
+        time.sleep(self.adopt_s)
         return list(machines)
 
     def close(self) -> None:

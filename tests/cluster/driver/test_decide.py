@@ -33,6 +33,7 @@ from megascale.cluster.transitions import (
     NodeSilent,
     RankExited,
     RanksStarted,
+    Readopted,
     StepReached,
     StopRequested,
     Tick,
@@ -241,6 +242,23 @@ def test_a_new_driver_raises_the_epoch_and_readopts_what_trains() -> None:
         assert not hand.done
     hand.go(StepReached(1, 9))
     assert hand.job.newest_step == 9
+
+
+def test_who_came_to_a_new_driver_is_in_the_state_and_in_the_report() -> None:
+    hand = training()
+    restarted(hand)
+    assert (hand.job.num_drivers, hand.job.readopted) == (2, None)
+    event = Readopted(("n0",), ("n1",), 1.25)
+    hand.go(event)
+    assert hand.job.readopted == event
+    assert hand.the(Notify).text == "1 agents were taken over within 1.2 s, n1 did not come"
+    restarted(hand)
+    assert hand.job.num_drivers == 3
+    for rank in range(4):
+        hand.go(RankExited(rank, 0, 1))
+    assert hand.the(FinishJob).report == (
+        "all 4 ranks ended well (under 3 drivers, one after the other)"
+    )
 
 
 def test_a_node_that_comes_back_to_a_new_driver_without_its_ranks_is_a_fault() -> None:

@@ -1,4 +1,5 @@
-"""A driver that is killed: the next one has its agents within 5 s, while ranks train on."""
+"""A driver that is killed: the next one has its agents within 5 s, while ranks train on, however
+long the backend takes beside a process that nobody can end."""
 
 from __future__ import annotations
 
@@ -28,10 +29,12 @@ class Drivers:
         self.agents = Agents()
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self, adopt_s: float = 0.0) -> None:
+        """adopt_s: how long the backend takes to find out whose machines are there."""
+        program = "tests.cluster.driver.driver_process"
         with (self.run_dir / "driver.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.cluster.driver.driver_process", str(self.run_dir)],
+                [sys.executable, "-m", program, str(self.run_dir), str(adopt_s)],
                 stdout=log,
                 stderr=log,
             )
@@ -102,7 +105,7 @@ def test_the_next_driver_readopts_agents_while_they_train(tmp_path: Path) -> Non
             step = ranks[0].step
             time.sleep(0.5)
             assert ranks[0].step > step, "nobody waits for a driver"
-            made.start()
+            made.start(adopt_s=60.0 if number == 2 else 0.0)
             made.until(lambda status: True)
             answers_s = time.monotonic()
             made.until(lambda _, seen=joins: min(a.joins for a in agents) > max(seen))  # type: ignore[misc]
@@ -113,6 +116,12 @@ def test_the_next_driver_readopts_agents_while_they_train(tmp_path: Path) -> Non
             assert (at["epoch"], at["phase"]) == (1 + number, "training")
             step = ranks[0].step
             made.until(lambda status, step=step: (status["epoch_step"] or 0) > step)  # type: ignore[misc]
+            at = made.status()
+            assert at is not None
+            assert at["drivers"] == 1 + number
+            assert at["readopted"]["agents"] == ["n0", "n1"]
+            assert not at["readopted"]["missing"]
+            assert 0.0 < at["readopted"]["seconds"] < READOPTION_S
         assert ranks == [rank for agent in agents for rank in agent.ranks], "not started again"
         assert not (made.status() or {"incidents": ["?"]})["incidents"]
 
@@ -137,7 +146,7 @@ def test_a_second_driver_on_the_folder_is_refused(tmp_path: Path) -> None:
         made.start()
         made.until(lambda status: True)
         second = subprocess.run(
-            [sys.executable, "-m", "tests.cluster.driver.driver_process", str(tmp_path)],
+            [sys.executable, "-m", "tests.cluster.driver.driver_process", str(tmp_path), "0"],
             capture_output=True,
             text=True,
             timeout=60,
