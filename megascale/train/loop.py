@@ -158,6 +158,7 @@ class Loop:
                 global_batch=batch.num_samples,
                 lr=lr,
                 wants_stop=self._stop_asked,
+                before_update=self.persistence.before_update,
             )
         progress.step += 1
         progress.consumed_samples += batch.num_samples

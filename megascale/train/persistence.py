@@ -209,6 +209,11 @@ class Persistence:
             if is_settled:
                 self._memory.settled()
 
+    def before_update(self) -> None:
+        """What is launched from here on changes the state that the last `keep` saves."""
+        if self._memory is not None:
+            self._memory.before_update()
+
     def settled(self) -> None:
         """The step in flight at the last `keep`, if any, has run, and is not rolled back."""
         if self._memory is not None:

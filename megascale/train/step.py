@@ -63,8 +63,13 @@ def train_step(
     global_batch: int,
     lr: float,
     wants_stop: bool = False,
+    before_update: Callable[[], None] | None = None,
 ) -> StepOutcome:
-    """Forward, backward, reduce, update. A non-finite norm masks the update on the device."""
+    """Forward, backward, reduce, update. A non-finite norm masks the update on the device.
+
+    before_update  called before anything of masters, moments and their count is changed: whoever
+                   still copies the step before makes the stream wait
+    """
     zero, program = assembly.zero, assembly.program
     nominal = global_batch * assembly.config.training.seq_len
     program.begin(micro_batches, nominal_tokens=nominal, training=True)
@@ -78,6 +83,8 @@ def train_step(
 
     zero.finish_gradients(final)
     loss_sum, num_valid, votes = sums()
+    if before_update is not None:
+        before_update()
     with assembly.span("optimizer"):
         update = assembly.optimizer.step(
             lr,

@@ -78,6 +78,7 @@ class Plan:
            the name of a function of `slots` or of `MemorySlots`, in which it ends in the save of
            the step
     ahead  save as beside a GPU: the loop a step ahead, hashes and copies behind training
+    late   each copy is made as late as it may be, right before the next update
     """
 
     memory: Path
@@ -85,6 +86,7 @@ class Plan:
     step: int = 0
     place: str = "step"
     ahead: bool = False
+    late: bool = False
     no_room: bool = False
 
     def __call__(self, rank_loop: Loop) -> None:
@@ -97,6 +99,8 @@ class Plan:
         logging.getLogger("megascale").setLevel(logging.INFO)
         if self.ahead:
             _go_ahead(rank_loop)
+        if self.late:
+            _copy_late()
         if self.no_room and rank == 3:
             os.posix_fallocate = _full
         if rank != self.victim:
@@ -130,6 +134,30 @@ def _go_ahead(rank_loop: Loop) -> None:
         made(self, *arguments, **named)  # type: ignore[arg-type]
 
     slots.MemorySlots.__init__ = make  # type: ignore[method-assign]
+
+
+def _copy_late() -> None:
+    """As a stream of CUDA may: whoever changes the state too early spoils the save."""
+    copy, hook, finish = (
+        getattr(slots.MemorySlots, name) for name in ("_copy_out", "before_update", "_finish")
+    )
+    waiting: list[Any] = []
+
+    def now() -> None:
+        while waiting:
+            copy(*waiting.pop())
+
+    def before_update(self: slots.MemorySlots) -> None:
+        now()
+        hook(self)
+
+    def settled(self: slots.MemorySlots, begun: Any) -> None:
+        now()
+        finish(self, begun)
+
+    slots.MemorySlots._copy_out = lambda self, image: waiting.append((self, image))  # type: ignore[method-assign]
+    slots.MemorySlots.before_update = before_update  # type: ignore[method-assign]
+    slots.MemorySlots._finish = settled  # type: ignore[method-assign]
 
 
 def _kill_in(place: str, rank_loop: Loop, step: int) -> None:
@@ -221,6 +249,18 @@ def test_a_lost_node_gets_its_state_from_the_other_and_can_be_lost_again(
     shutil.rmtree(memory / "node0")
     assert _resumed_at(run, LAYOUTS[layout], plan.survivors) >= told - 1
     assert "rank(s) 0, 1 got their memory slots from their keepers" in plan.said()
+    assert curve(run) == curve(whole[layout])
+    assert_same_bits(run, whole[layout])
+
+
+@pytest.mark.parametrize("layout", ["tp2-dp2", pytest.param("tp2-pp2", marks=pytest.mark.full)])
+def test_nothing_changes_the_state_before_the_copy_of_it_is_waited_for(
+    whole: dict[str, Path], memory: Path, tmp_path: Path, layout: str
+) -> None:
+    run, plan = tmp_path / "run", Plan(memory, 1, 6, ahead=True, late=True)
+    told = _killed(run, LAYOUTS[layout], plan)
+    assert _resumed_at(run, LAYOUTS[layout], plan.survivors) >= told - 1
+    assert "resumed from memory at step" in plan.said()
     assert curve(run) == curve(whole[layout])
     assert_same_bits(run, whole[layout])
 

@@ -1,8 +1,9 @@
 """Stage 1 of a checkpoint: slots in host memory that outlive the trainer (MegaScale 4.4).
 
 slots = MemorySlots(prefix, pieces, mesh, ranks, identity=..., epoch=..., device=...)
-stamp = slots.restore(newer_than, bases)   # fills the pieces, or None
-slots.begin(step, consumed_samples, base)  # copies; `settled()` when the step's values are good
+stamp = slots.restore(newer_than)    # fills the pieces, or None
+slots.begin(step, consumed_samples)  # copies; `settled()` when the step's values are good
+slots.before_update()                # before anything changes the state
 """
 
 from __future__ import annotations

@@ -49,6 +49,7 @@ def test_what_follows_the_copy_does_not_change_it(
     for step in range(1, 5):
         values.fill_(step)
         slots.begin(step, 8 * step)
+        slots.before_update()
         values.mul_(-1.0)  # as the next update: launched at once
         slots.settled()
     slots.join()
@@ -59,6 +60,47 @@ def test_what_follows_the_copy_does_not_change_it(
     assert stamp is not None
     assert (stamp.step, stamp.consumed_samples, stamp.epoch, stamp.number) == (4, 32, 1, 4)
     assert found.unique().tolist() == [4.0]
+
+
+@pytest.mark.gpu
+def test_the_copy_runs_beside_the_next_step_and_the_update_waits_for_it(memory: Path) -> None:
+    values = torch.zeros(1 << 27, device="cuda")  # 512 MiB
+    factor = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    slots = _open(memory, values)
+    slots.begin(1, 8)  # makes room, which takes long
+    slots.before_update()
+
+    def ms(*, products: int, step: int | None) -> float:
+        """Of the device, for a step: forward and backward, the update; with a copy if `step`."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(10_000_000)  # the host is ahead
+        start.record()
+        if step is not None:
+            slots.begin(step, 8 * step)
+        for _ in range(products):
+            factor @ factor
+        slots.before_update()
+        values.fill_(-1.0)
+        end.record()
+        end.synchronize()
+        if step is not None:
+            slots.settled()
+        return float(start.elapsed_time(end))
+
+    ms(products=10, step=None)
+    copy = ms(products=0, step=2)
+    products = 1 + int(20 * copy / ms(products=10, step=None))  # twice as long as the copy
+    without = ms(products=products, step=None)
+    values.fill_(3.0)
+    beside = ms(products=products, step=3)
+    print(f"a copy {copy:.1f} ms, a step {without:.1f} ms, both {beside:.1f} ms")
+    assert beside < without + 0.3 * copy, "the copy is not hidden"
+    found = torch.zeros_like(values)
+    stamp = _open(memory, found, epoch=2).restore(None)
+    assert stamp is not None
+    assert stamp.step == 3
+    assert found.unique().tolist() == [3.0], "the update did not wait"
 
 
 def test_what_was_not_settled_does_not_count(memory: Path) -> None:
