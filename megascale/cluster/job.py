@@ -69,6 +69,14 @@ class Fault:
     agreed_step: int | None = None
 
 
+@dataclass(frozen=True)
+class Spent:
+    """Restarts for a cause that still count, and the newest step at the last of them."""
+
+    count: int
+    step: int
+
+
 Then = Literal["restart", "finish"]
 Planned = Literal["", "evict", "update", "stop", "grow", "straggler", "driver_restart"]
 
@@ -121,6 +129,7 @@ class JobState:
     wanted        machines that the backend has been asked for and has not answered
     starved_s     when it last had none
     waiting_s     since when the job has had too few machines
+    restarts      by cause, of the whole job; `spent`: those of it that count against budgets
     num_drivers   that this job has had; `readopted`: what came to the present one, once it is known
     """
 
@@ -135,6 +144,7 @@ class JobState:
     newest_step: int = 0
     epoch_step: int | None = None
     restarts: Mapping[str, int] = field(default_factory=dict)
+    spent: Mapping[str, Spent] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
     open: tuple[Incident, ...] = ()
     num_incidents: int = 0
@@ -165,6 +175,12 @@ class JobState:
     @property
     def num_restarts(self) -> int:
         return sum(self.restarts.values())
+
+    def spent_on(self, cause: str) -> int:
+        """Restarts for `cause`, unless `restart_window_steps` new steps came after the last."""
+        spent = self.spent.get(cause)
+        window = self.policy.cluster.restart_window_steps
+        return spent.count if spent and self.newest_step - spent.step < window else 0
 
     def in_state(self, *states: NodeState) -> list[Node]:
         return [node for node in self.nodes.values() if node.state in states]

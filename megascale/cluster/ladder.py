@@ -9,7 +9,7 @@ peer is not the news.
 | hardware | a device, link or process is sick for certain | evict at once, block the host |
 | lost | a node fell silent for good, or its backend says so | replace |
 | replicas | parameter hashes differ | evict the minority, go back to where they agreed |
-| stop | out of memory, disk full | restart once, then stop with a report |
+| stop | out of memory, disk full | restart; again within a window: stop with a report |
 | numerical | not finite, or a spike | the newest state; then the one before; then stop |
 | straggler | slower, or less traffic, over several windows | evict at a saved state, with a spare |
 | hang | too late, or no traffic; ranks named | self-check; evict the second time, or if it fails |
@@ -184,8 +184,13 @@ def _replicas(case: _Case) -> Verdict:
 
 
 def _stop(case: _Case) -> Verdict:
-    before = case.job.restarts.get(case.fault.kind, 0)
-    report = f"{case.told}; a restart did not help" if before else ""
+    window = case.job.policy.cluster.restart_window_steps
+    report = (
+        f"{case.told}; the last restart for it was less than {window} steps ago "
+        "(cluster.restart_window_steps)"
+        if case.job.spent_on(case.fault.kind)
+        else ""
+    )
     return Verdict(case.fault.kind, case.told, report=report, exit_code=_code(case.fault))
 
 

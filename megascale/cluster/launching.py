@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megascale.cluster import placement
 from megascale.cluster.actions import Alert, FinishJob, Replenish, StartEpoch
-from megascale.cluster.job import OVER, NodeState, Phase
+from megascale.cluster.job import OVER, NodeState, Phase, Spent
 from megascale.cluster.ledger import TimeKind
 from megascale.cluster.turn import Turn
 
@@ -59,6 +59,7 @@ def _start(turn: Turn, count: int) -> None:
     epoch = job.epoch + 1
     cause = recovery.cause if recovery else ""
     restarts = {**job.restarts, cause: job.restarts.get(cause, 0) + 1} if recovery else job.restarts
+    spent = {**job.spent, cause: Spent(job.spent_on(cause) + 1, job.newest_step)}
     turn.set(
         nodes=nodes,
         phase="starting",
@@ -68,6 +69,7 @@ def _start(turn: Turn, count: int) -> None:
         exited=frozenset(),
         epoch_step=None,
         restarts=restarts,
+        spent=spent if recovery else job.spent,
         recovery=None,
         waiting_s=None,
     )

@@ -158,15 +158,17 @@ def relaunch_if_checked(turn: Turn) -> None:
 
 
 def _spent_budget(turn: Turn, cause: str) -> str:
-    cluster, restarts = turn.job.policy.cluster, turn.job.restarts
-    counted = sum(n for name, n in restarts.items() if name not in _UNCOUNTED)
-    last = turn.job.faults[-1].text if turn.job.faults else ""
+    job, cluster = turn.job, turn.job.policy.cluster
+    counted = sum(job.spent_on(name) for name in job.spent if name not in _UNCOUNTED)
+    last = job.faults[-1].text if job.faults else ""
+    within = f", each within {cluster.restart_window_steps} steps (cluster.restart_window_steps)"
     if cause in _UNCOUNTED:
         return ""
     if counted >= cluster.max_restarts:
-        return f"{counted} restarts (cluster.max_restarts); the last one for {cause}: {last}"
-    if restarts.get(cause, 0) >= cluster.max_restarts_a_cause:
-        return f"{restarts[cause]} restarts for {cause} (cluster.max_restarts_a_cause): {last}"
+        return f"{counted} restarts (cluster.max_restarts){within}; the last for {cause}: {last}"
+    if job.spent_on(cause) >= cluster.max_restarts_a_cause:
+        spent = f"{job.spent_on(cause)} restarts for {cause} (cluster.max_restarts_a_cause)"
+        return f"{spent}{within}: {last}"
     return ""
 
 

@@ -56,8 +56,13 @@ class ClusterConfig(Section):
     nic_settings: Literal["warn", "evict"] = Field(
         "warn", description="a node whose ports are set otherwise than most"
     )
-    max_restarts: int = Field(100, ge=0, description="of the job, whatever the cause")
-    max_restarts_a_cause: int = Field(20, ge=0)
+    max_restarts: int = Field(100, ge=0, description="whatever the cause")
+    max_restarts_a_cause: int = Field(
+        20, ge=0, description="out of memory and a full disk have one restart"
+    )
+    restart_window_steps: int = Field(
+        1000, ge=1, description="so many new steps after its last restart, a cause has all again"
+    )
     max_same_fault: int = Field(
         2, ge=1, description="the same fault at the same step, before the job stops with a report"
     )
