@@ -18,7 +18,7 @@ from megascale.cluster.job import JobState
 from megascale.cluster.messages import Command, Result
 from megascale.cluster.transitions import Event, Found, HangSuspected
 
-DUMPS_S = 5.0
+DUMPS_S = 2.5  # a node's dump takes 2 s at most (`agent/dump.py`)
 
 
 @dataclass
