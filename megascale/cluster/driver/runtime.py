@@ -233,6 +233,7 @@ class Driver:
     ) -> None:
         """To the disk, to the desk, then into the world."""
         if decided:
+            self.lock.check()  # before the journal, which may be another driver's by now
             self.journal.append(decided)
             self.lock.check()
             self.desk.sync(self.job)

@@ -13,8 +13,9 @@ from types import FrameType
 from typing import Any
 
 from megascale.cluster.backends import make_backend
-from megascale.cluster.backends.base import AgentStart, Backend
+from megascale.cluster.backends.base import AgentStart, Backend, FencedError
 from megascale.cluster.driver import takeover
+from megascale.cluster.driver.lock import FencedDriverError
 from megascale.cluster.driver.program import Program
 from megascale.cluster.driver.runtime import Driver
 from megascale.cluster.driver.server import Server, make_token
@@ -50,7 +51,10 @@ class Job:
 
 
 def run(job: Job, backend: Backend | None = None) -> int:
-    """Until the job ends; signals ask it to save and stop. `backend` as of `start`."""
+    """Until the job ends; signals ask it to save and stop. `backend` as of `start`.
+
+    A driver whose job another one has by now says so in a line and gives 5.
+    """
     to_terminal = logging.StreamHandler(sys.stdout)
     to_terminal.setFormatter(Dated("%(asctime)s %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=logging.INFO, handlers=[to_terminal])
@@ -62,6 +66,9 @@ def run(job: Job, backend: Backend | None = None) -> int:
         print(f"API         {started.server.url}/v1/status (OpenAPI: /openapi.json)")
         print(f"token       {started.token_file}", flush=True)
         return started.driver.run()
+    except (FencedDriverError, FencedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     finally:
         for signum, handler in old.items():
             signal.signal(signum, handler)

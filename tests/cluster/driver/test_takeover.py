@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import json
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from megascale.errors import LaunchError
 from tests.cluster.driver.fakes import Agents, FakeAgent
 
 READOPTION_S = 5.0
@@ -155,3 +157,22 @@ def test_a_second_driver_on_the_folder_is_refused(tmp_path: Path) -> None:
         assert second.returncode != 0
         assert "has a driver" in second.stderr
         assert made.status() is not None
+
+
+def test_a_driver_whose_job_another_one_has_says_so_in_a_line(tmp_path: Path) -> None:
+    with drivers(tmp_path) as made:
+        made.start()
+        made.until(lambda status: True)
+        (tmp_path / "driver" / "lock").write_text("another driver\n")
+        with suppress(httpx.HTTPError):  # it may be gone already
+            httpx.post(made.url + "/v1/stop", headers=made.headers, trust_env=False)
+        assert made.process is not None
+        assert made.process.wait(20.0) == LaunchError.exit_code
+        log = (tmp_path / "driver.log").read_text()
+        assert "Traceback" not in log
+        assert log.rstrip().splitlines()[-1].startswith("error: ")
+        assert "names another driver; this one is stale and ends" in log
+        journal = sqlite3.connect(tmp_path / "driver" / "journal.sqlite")
+        kinds = [row[0] for row in journal.execute("SELECT kind FROM transitions")]
+        journal.close()
+        assert "StopRequested" not in kinds, "what it decides any more is nobody's business"
