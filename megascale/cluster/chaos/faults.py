@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megascale.cluster.chaos import cgroups, inject, inject_control
+from megascale.cluster.chaos import cgroups, inject, inject_control, inject_network
 from megascale.cluster.chaos.inject import Injector
 from megascale.errors import ConfigError
 
@@ -186,6 +186,24 @@ KINDS: dict[str, Kind] = {
     ),
     "nic_down": Kind(
         inject.port({"ports/1/state": "1: DOWN"}), "node", ("nic_mlx5_0/1",), "node", "alert"
+    ),
+    "link_blip": Kind(
+        inject_network.link_blip,
+        "node",
+        ("link_flap", "nic_mlx5_0/1"),
+        "node",
+        "alert",
+        options={"seconds": 5.0},
+        watch_s=10.0,
+    ),
+    "traffic_stops": Kind(
+        inject_network.traffic_stops,
+        "node",
+        ("traffic_stopped",),
+        "node",
+        "restart",
+        options={"seconds": 20.0},
+        alone=True,
     ),
     "nic_flaps": Kind(
         inject.port({"ports/1/state": "1: DOWN"}, times=2),

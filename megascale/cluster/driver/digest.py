@@ -73,7 +73,7 @@ class Digest:
             yield NodeHeard(heartbeat.node)
         yield from self._hardware.look(heartbeat, at_s)
         if heartbeat.nics:
-            self._nics[heartbeat.node] = heartbeat.nics
+            self._see_nics(heartbeat)
         reports = [r for r in heartbeat.ranks if r.epoch == self.epoch]
         first = heartbeat.first_failed
         for report in sorted(reports, key=lambda one: (one.rank != first, one.rank)):
@@ -168,6 +168,16 @@ class Digest:
         finished = _finished(report)
         if finished is not None:
             seen.finished = max(finished, seen.finished or 0)
+
+    def _see_nics(self, heartbeat: Heartbeat) -> None:
+        """Settings come with a change and once a minute: they stay until they are taken."""
+        told = {nic.name: nic.settings for nic in self._nics.get(heartbeat.node, ())}
+        self._nics[heartbeat.node] = [
+            nic
+            if nic.settings or not told.get(nic.name)
+            else nic.model_copy(update={"settings": told[nic.name]})
+            for nic in heartbeat.nics
+        ]
 
     def _exit(self, report: RankReport) -> RankExited:
         failure, code = report.failure, report.exit_code

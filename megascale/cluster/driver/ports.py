@@ -8,7 +8,7 @@ from typing import Any
 from megascale.cluster.driver.digest import Digest
 from megascale.cluster.driver.progress import MEDIANS, SAVING
 from megascale.cluster.driver.traffic import Traffic
-from megascale.cluster.job import JobState
+from megascale.cluster.job import OVER, JobState
 from megascale.cluster.messages import NicReport
 from megascale.telemetry.diagnose.finding import Finding
 from megascale.telemetry.diagnose.nic_health import ERRORS, dark_optics, erring_ports
@@ -36,8 +36,9 @@ class Ports:
         reports, now_s, step = digest.take_nics(), digest.heard_s, digest.step
         told = [self._take(node, nics, now_s, step) for node, nics in reports.items()]
         ranks_of = {name: list(job.ranks_of(job.nodes[name])) for name in job.holders.values()}
-        if any(told):
-            settings = {node: of for node, of in self._settings.items() if node in ranks_of}
+        if any(told):  # spares' too: they are compared, and say what is usual
+            here = {node.name for node in job.nodes.values() if node.state not in OVER}
+            settings = {node: of for node, of in self._settings.items() if node in here}
             for found in (differing_settings(settings, ranks_of), dark_optics(settings, ranks_of)):
                 if found is not None:
                     yield found

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from megascale.cluster import driver
-from megascale.cluster.actions import Alert, SelfCheck, StopEpoch
+from megascale.cluster.actions import Alert, SelfCheck, StartEpoch, StopEpoch
 from megascale.cluster.driver.detectors import Detectors
 from megascale.cluster.driver.digest import Digest
 from megascale.cluster.driver.program import Program
-from megascale.cluster.transitions import Event, Found, HangSuspected
+from megascale.cluster.transitions import Event, Found, HangSuspected, NodeGone
 from megascale.events import Span, to_line
 from megascale.telemetry.diagnose import DETECTORS
 from megascale.telemetry.diagnose.hang import mesh_groups
@@ -202,6 +202,16 @@ def test_a_node_that_is_set_otherwise(tmp_path: Path, policy: str, evicts: bool)
     assert live.hand.job.phase == "training", "twice is not certain either"
 
 
+def test_settings_that_came_before_the_first_look_are_not_lost(tmp_path: Path) -> None:
+    live = Live(tmp_path)
+    for node in range(NODES):
+        for settings in (_settings(node), {}):
+            nic = {"name": "mlx5_0/1", "up": True, "settings": settings}
+            events(live.digest, live.hand.job, 0.5, beat(f"n{node}", nics=[nic]))
+    live.beat(count=_steady)
+    assert live.kinds() == [("nic_settings", (2, 3), True)]
+
+
 def test_errors_and_light_of_a_port_are_alerts(tmp_path: Path) -> None:
     live = Live(tmp_path)
 
@@ -242,3 +252,32 @@ def test_who_launches_late_is_told(tmp_path: Path) -> None:
     assert live.kinds() == [("late_launch", (3,), False)]
     live.decide()
     assert live.hand.job.phase == "training"
+
+
+def test_clocks_of_nodes_decide_nothing(tmp_path: Path) -> None:
+    """A wall clock that is an hour ahead, or goes back."""
+
+    def told(clock_ns: Callable[[int], int]) -> list[Event]:
+        digest, state = Digest(), training().job
+        detectors = Detectors(Program(tmp_path, (), groups=lambda _: mesh_groups(Mesh(2, 2, 1))))
+        seen: list[Event] = []
+        for second in range(1, 30):
+            for node in range(2):
+                ranks = [report(2 * node + i, second) for i in (0, 1)]
+                one = beat(f"n{node}", *ranks, unix_ns=clock_ns(second) if node else second)
+                seen += events(digest, state, float(second), one)
+            seen += detectors.look(digest, state)
+        return seen
+
+    usual = told(lambda second: second)
+    assert usual
+    assert told(lambda second: (second + 3600) * 10**9) == usual
+    assert told(lambda second: 10**18 - second * 10**9) == usual
+
+
+def test_the_node_of_rank_0_is_replaced_as_any_other() -> None:
+    hand = training(spares=1)
+    hand.go(NodeGone("n0", "its machine is gone"))
+    hand.stopped()
+    assert hand.places() == {0: "s0", 1: "n1"}
+    assert hand.the(StartEpoch).resume
