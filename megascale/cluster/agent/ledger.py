@@ -25,6 +25,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from megascale.cluster.agent import page_folders
 from megascale.cluster.agent.proc import (
     Identity,
     Stat,
@@ -38,7 +39,6 @@ from megascale.env import hostname
 from megascale.errors import LaunchError
 
 PAGE_VARIABLE = "MEGASCALE_PROGRESS_PAGE"
-_SHARED_MEMORY = Path("/dev/shm")
 _SWEEP_POLL_S = 0.02
 
 
@@ -98,9 +98,11 @@ class Ledger:
                 "end it, or give this one another --node"
             ) from None
         key = hashlib.sha256(f"{run_dir.resolve()}\0{node}".encode()).hexdigest()[:16]
-        shared = os.access(_SHARED_MEMORY, os.W_OK | os.X_OK)
-        self._all_pages = (_SHARED_MEMORY if shared else self.folder) / f"megascale-{key}-"
+        memory = page_folders.SHARED_MEMORY
+        where = memory if os.access(memory, os.W_OK | os.X_OK) else self.folder
+        self._all_pages = where / f"{page_folders.PREFIX}{key}-"
         self.pages = Path(f"{self._all_pages}{secrets.token_hex(8)}")
+        self._owns: int | None = None
 
     def write(self, record: Record) -> None:
         """Replace the record, whole. Raises OSError, and `is_written` is false then."""
@@ -124,13 +126,22 @@ class Ledger:
         is_of_now = (record.host, record.boot) == (empty.host, empty.boot)
         return replace(record, pages=empty.pages) if is_of_now else empty
 
+    def make_pages(self) -> None:
+        """The folder of this agent's pages, after those of dead agents are taken away, of this node
+        and of any other on the host. Raises OSError."""
+        self.clear_pages()
+        page_folders.clear_dead(self.pages.parent)
+        self._owns = page_folders.make(self.pages)
+
     def clear_pages(self) -> None:
         """Take away the pages of this agent and of those before it, and what lies beside them."""
         for folder in self._all_pages.parent.glob(self._all_pages.name + "*"):
             shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
-        os.close(self._lock)
+        for descriptor in (self._lock, self._owns):
+            if descriptor is not None:
+                os.close(descriptor)
 
 
 def remaining(record: Record) -> list[Stat]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from megascale.cluster.agent import page_folders
 from megascale.cluster.backends import processes
 from megascale.cluster.backends.base import (
     AgentStart,
@@ -107,6 +108,7 @@ class LocalBackend:
                 state.drop(record.name)
                 processes.kill(_mark(state.job, record.name))  # it is no more: nor are its ranks
                 self._without_network(record)
+                page_folders.clear_dead()
                 reason = f"the agent's process ended: {_reap(record) or 'by whom is not known'}"
                 events.append(MachineEvent(record.name, "gone", reason))
         return events
@@ -180,6 +182,7 @@ class LocalBackend:
             grace_s=self._options.grace_s,
             kill_s=self._options.kill_deadline_s,
         )
+        page_folders.clear_dead()
         for record in records:
             _reap(record)
             if pids := left.get(_mark(job, record.name)):
