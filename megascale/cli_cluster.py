@@ -36,8 +36,29 @@ def run(
     run_dir: Annotated[Path | None, typer.Option(help="with --script: the run's folder")] = None,
     host: Annotated[str, typer.Option(help="address that the driver listens on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free")] = 0,
+    render: Annotated[
+        bool, typer.Option("--render", help="write what Kubernetes is to have, and start nothing")
+    ] = False,
 ) -> None:
     """Train on several nodes: a driver, an agent a node; faults are found and repaired."""
+    if render:
+        from megascale.cluster.driver.rendering import render_run
+        from megascale.cluster.driver.start import option_pairs
+
+        text = render_run(
+            words,
+            script=script,
+            run_dir=run_dir,
+            overrides=overrides or [],
+            nodes=nodes,
+            procs_per_node=procs_per_node,
+            spares=spares,
+            backend=backend,
+            options=option_pairs(backend_set or []),
+            port=port,
+        )
+        typer.echo(text, nl=False)
+        return
     from megascale.cluster.driver.start import run_verb
 
     code = run_verb(

@@ -1,4 +1,5 @@
-"""What a job is in Kubernetes, as documents: the token's Secret, the driver's Service, JobSets.
+"""What a job is in Kubernetes, as documents: the token's Secret and JobSets (`kubernetes_render.py`
+writes all that a person applies).
 
 A JobSet (jobset.x-k8s.io/v1alpha2) places agents and gives them names in DNS. Nothing in it
 restarts anything, because the driver decides: `backoffLimitPerIndex: 0` lets a pod's index fail
@@ -6,18 +7,16 @@ alone and for good, `maxFailedIndexes` lets all others go on, `maxRestarts: 0` k
 it. A template cannot be changed later, so blocked hosts are written into each new JobSet, and each
 machine more is a JobSet more. One agent a host, by pod anti-affinity.
 
-Pure: no client is needed, but PyYAML to write them.
+Pure: no client is needed.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from pydantic import Field
 
@@ -27,10 +26,8 @@ from megascale.cluster.backends.base import (
     Sizes,
     agent_argv,
     node_argv,
-    parse_options,
 )
 from megascale.config.base import Section
-from megascale.errors import require_extra
 
 API = "jobset.x-k8s.io/v1alpha2"
 JOB, RUN, DRIVER = "megascale.dev/job", "megascale.dev/run", "megascale.dev/driver"
@@ -70,42 +67,6 @@ class Wish:
     near: Collection[str] = field(default_factory=tuple)
 
 
-def render(
-    start: AgentStart,
-    num_nodes: int,
-    *,
-    procs_per_node: int = 1,
-    spares: int = 0,
-    options: Mapping[str, Any],
-    with_token: bool = False,
-) -> str:
-    """YAML of the Secret, the Service and a JobSet of `num_nodes + spares` agents, for kubectl.
-
-    A driver that is started with the same options then takes these agents before it asks for more.
-    Without `with_token` the Secret holds a placeholder, because such files end in repositories.
-    LaunchError for illegal options; BackendError if the token is wanted and cannot be read.
-    """
-    parsed = parse_options(KubernetesOptions, "kubernetes", options)
-    if num_nodes < 1 or spares < 0 or procs_per_node < 1:
-        raise BackendError(
-            f"{num_nodes} nodes with {procs_per_node} processes each and {spares} spares; at least "
-            "1, 1 and 0 are legal"
-        )
-    sizes = Sizes(procs_per_node, spares)
-    token = read_token(start) if with_token else "replace me by the content of " + start.token_file
-    documents = [
-        secret(parsed, RENDERED, token),
-        service(parsed, start),
-        jobset(parsed, RENDERED, jobset_name(parsed, RENDERED), start, num_nodes + spares, sizes),
-    ]
-    try:
-        yaml = import_module("yaml")
-    except ModuleNotFoundError:
-        raise require_extra("PyYAML", "cluster") from None
-    text: str = yaml.safe_dump_all(documents, sort_keys=False)
-    return text
-
-
 def read_token(start: AgentStart) -> str:
     try:
         return Path(start.token_file).read_text(encoding="utf-8")
@@ -127,23 +88,9 @@ def secret(options: KubernetesOptions, run: str, token: str) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": _metadata(options, run, f"{options.name}-{run}"),
+        "metadata": metadata(options, run, f"{options.name}-{run}"),
         "type": "Opaque",
         "data": {"token": base64.b64encode(token.encode()).decode()},
-    }
-
-
-def service(options: KubernetesOptions, start: AgentStart) -> dict[str, Any]:
-    """The address of a driver that runs as a pod labelled DRIVER: the job's name."""
-    port = urlsplit(start.driver_url).port or 80
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": _metadata(options, RENDERED, f"{options.name}-driver"),
-        "spec": {
-            "selector": {DRIVER: options.name},
-            "ports": [{"name": "driver", "port": port, "targetPort": port}],
-        },
     }
 
 
@@ -171,7 +118,7 @@ def jobset(
     return {
         "apiVersion": API,
         "kind": "JobSet",
-        "metadata": _metadata(options, run, name),
+        "metadata": metadata(options, run, name),
         "spec": {
             "network": {"enableDNSHostnames": True},
             "failurePolicy": {"maxRestarts": 0},
@@ -180,7 +127,7 @@ def jobset(
     }
 
 
-def _metadata(options: KubernetesOptions, run: str, name: str) -> dict[str, Any]:
+def metadata(options: KubernetesOptions, run: str, name: str) -> dict[str, Any]:
     return {"name": name, "namespace": options.namespace, "labels": labels(options, run)}
 
 
@@ -210,6 +157,7 @@ def _pod(
     network = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     return {
         "restartPolicy": "Never",
+        "automountServiceAccountToken": False,  # an agent asks nothing of Kubernetes
         "terminationGracePeriodSeconds": options.grace_s,
         **(network if options.host_network else {}),
         "affinity": _affinity(options, wish),

@@ -37,7 +37,7 @@ def run_verb(
     **rest: Any,
 ) -> int:
     """`megascale run`: words are a recipe, or with `script` a program and its arguments."""
-    options = _options(backend_options)
+    options = option_pairs(backend_options)
     if script:
         if run_dir is None or not words or resume:
             raise ConfigError(
@@ -57,7 +57,7 @@ def run_verb(
     return run_job(recipe, overrides, resume=resume, backend_options=options, **rest)
 
 
-def _options(pairs: Sequence[str]) -> dict[str, Any]:
+def option_pairs(pairs: Sequence[str]) -> dict[str, Any]:
     """KEY=VALUE, the value as JSON where it is some."""
     options: dict[str, Any] = {}
     for pair in pairs:

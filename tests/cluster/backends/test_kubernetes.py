@@ -13,7 +13,7 @@ import pytest
 
 from megascale.cluster.backends import make_backend
 from megascale.cluster.backends.base import AgentStart, Backend, BackendError
-from megascale.cluster.backends.kubernetes_manifests import render
+from megascale.cluster.backends.kubernetes_render import render
 from megascale.env import free_port
 from megascale.errors import LaunchError
 from tests.cluster.backends.fake_kubernetes_api import KubernetesHarness
@@ -51,9 +51,10 @@ def test_documents_are_what_the_client_knows(start: AgentStart) -> None:
     found = documents(start, options=options, spares=1, procs_per_node=8)
     (job,) = found["JobSet"]["spec"]["replicatedJobs"]
     api = client.ApiClient()
+    kinds = [kind for kind in found if kind != "JobSet"]
+    assert len(kinds) == 7
     for kind, document in (
-        ("V1Secret", found["Secret"]),
-        ("V1Service", found["Service"]),
+        *((f"V1{kind}", found[kind]) for kind in kinds),
         ("V1JobTemplateSpec", job["template"]),
     ):
         read = api.deserialize(json.dumps(document), kind, "application/json")
@@ -139,7 +140,7 @@ def test_applied_agents_are_taken_before_new_ones_are_asked_for(
     text = render(place.start, 2, spares=1, options=place.options, with_token=True)
     with place.cluster.lock:
         for document in yaml.safe_load_all(text):
-            if document["kind"] != "Service":
+            if document["kind"] in ("Secret", "JobSet"):
                 place.cluster.create(document["kind"].lower() + "s", document)
     wait_until(lambda: len(place.running()) == 3, "the applied agents")
     backend = kubernetes(place)
