@@ -84,7 +84,13 @@ def _row(times: int, case: Case, runs: Sequence[Run], first: Row | None, origin:
     of_work = (mesh.pipeline - 1) / (par.virtual_pipeline_size * micro_batches)
     row: Row = {
         "bench": "bubble",
-        "case": {**case.keys, **case.switches, "schedule": par.schedule, "times": times},
+        "case": {
+            **case.keys,
+            **case.switches,
+            "schedule": par.schedule,
+            "share_head": par.share_head,
+            "times": times,
+        },
         "metric": "idle_share",
         "value": share,
         "stages": stages,
