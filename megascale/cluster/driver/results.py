@@ -25,9 +25,9 @@ def event_of(result: Result, command: Command, job: JobState) -> Event | tuple[O
 
 
 def _failures(result: Result) -> tuple[str, ...]:
+    """The checks that failed, each with its reason, as a self-check reports them."""
     if result.ok:
         return ()
-    """The checks that failed, each with its reason, as a self-check reports them."""
     checks = result.detail.get("checks")
     told = [
         f"{check.get('name')}: {check.get('reason') or 'failed'}"[:500]

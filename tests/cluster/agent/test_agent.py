@@ -22,7 +22,8 @@ def test_join_start_beat_exit_stop(
     assert first.ok, first.reason
     assert driver.joins[0].facts.num_cpus == len(os.sched_getaffinity(0))
     pages = Path(json.loads((tmp_path / "agents" / "n0" / "processes.json").read_text())["pages"])
-    assert [page.name for page in sorted(pages.iterdir())] == ["rank00000-e1", "rank00001-e1"]
+    names = [page.name for page in sorted(pages.iterdir())]
+    assert names == ["owner", "rank00000-e1", "rank00001-e1"]
     moving = driver.rank(1, state="running")
     assert moving.progress is not None
     assert moving.progress.epoch == 1
