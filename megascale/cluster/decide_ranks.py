@@ -132,7 +132,10 @@ def found(turn: Turn, event: Found) -> None:
 
 
 def _is_certain(turn: Turn, fault: Fault) -> bool:
-    """For certain, or the second such alert while the first is open."""
+    """For certain, or the second such alert while the first is open. What isolates a node at a
+    saved state has lasted long enough before it is certain."""
+    if RUNGS[fault.kind] == "straggler":
+        return fault.certain
     known = turn.job.incident(fault.kind)
     again = known is not None and known.ends == "quiet" and bool({*known.ranks} & {*fault.ranks})
     return fault.certain or again

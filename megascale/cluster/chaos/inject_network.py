@@ -9,10 +9,9 @@ from contextlib import suppress
 
 from megascale.cluster.chaos.inject import Hit, Target
 from megascale.cluster.chaos.live import LiveJob
-from megascale.errors import LaunchError
 
 FEED_S = 0.3
-STEP_BYTES = 1_000_000
+FIRST_BYTES, BYTES_A_S = 1_000_000, 1_000_000
 JOIN_S = 5.0
 
 
@@ -28,7 +27,7 @@ def link_blip(job: LiveJob, target: Target) -> Hit:
 
 
 def traffic_stops(job: LiveJob, target: Target) -> Hit:
-    """All ports move bytes with each step, for `seconds`; then all but the node's."""
+    """All ports move bytes, for `seconds`; then all but the node's."""
     node = job.node_of(target.node or 0)
     feed = _Feed(job)
     job.undo.append(feed.end)
@@ -40,13 +39,13 @@ def traffic_stops(job: LiveJob, target: Target) -> Hit:
 
 
 class _Feed(threading.Thread):
-    """Counts the bytes of the job's steps in every host's port, until `end`."""
+    """Bytes in every host's port, until `end`."""
 
     def __init__(self, job: LiveJob) -> None:
         super().__init__(name="traffic", daemon=True)
         self._job, self._ended = job, threading.Event()
         self._silent = ""
-        self._moved = STEP_BYTES
+        self._began_s = time.monotonic()
 
     def without(self, host: str) -> None:
         self._silent = host
@@ -57,16 +56,13 @@ class _Feed(threading.Thread):
 
     def run(self) -> None:
         while not self._ended.wait(FEED_S):
-            with suppress(LaunchError, OSError):  # between two epochs
-                steps = [now.step for now in self._job.ranks().values() if now.step is not None]
-                self._moved = max(self._moved, (1 + max(steps, default=0)) * STEP_BYTES)
-                self._write()
+            moved = FIRST_BYTES + int(BYTES_A_S * (time.monotonic() - self._began_s))
+            with suppress(OSError):  # of a host that is being made
+                self._write(str(moved))
 
-    def _write(self) -> None:
+    def _write(self, moved: str) -> None:
         hosts = self._job.rig.folder / "hosts"
         for host in [folder.name for folder in hosts.iterdir()] if hosts.is_dir() else []:
             if host != self._silent:
                 for name in ("port_rcv_data", "port_xmit_data"):
-                    self._job.rig.host(host).write_port(
-                        f"ports/1/counters/{name}", str(self._moved)
-                    )
+                    self._job.rig.host(host).write_port(f"ports/1/counters/{name}", moved)

@@ -2,9 +2,10 @@
 
 Launches are compared on one clock, so only those of groups whose ranks are on one node: its
 processes share CLOCK_MONOTONIC, and no other two clocks agree to the millisecond that is asked
-about. The spans are of every `telemetry.span_interval`-th step. A look reads the end of at most
-MOST_RANKS files; the next look goes on with other groups, so that a large job costs the driver no
-more than a small one.
+about. Without a device the host computes, and launches late what it computed slowly: that is a
+straggler, so such spans say nothing here. The spans are of every `telemetry.span_interval`-th step.
+A look reads the end of at most MOST_RANKS files; the next look goes on with other groups, so that a
+large job costs the driver no more than a small one.
 """
 
 from __future__ import annotations
@@ -55,9 +56,8 @@ class Launches:
         for rank in sorted(ranks):
             for span in self._spans(rank):
                 instance = instances.get(span.group or "", {}).get(rank)
-                at_ns = span.t0_ns if span.clock == "host" else span.issued_ns
-                if instance is not None and span.seq is not None and at_ns is not None:
-                    yield Launch(rank, instance, span.seq, at_ns)
+                if instance is not None and span.seq is not None and span.issued_ns is not None:
+                    yield Launch(rank, instance, span.seq, span.issued_ns)
 
     def _spans(self, rank: int) -> Iterator[Span]:
         """Of the end of the rank's file, behind its last start."""

@@ -34,7 +34,7 @@ class Ports:
 
     def look(self, digest: Digest, job: JobState) -> Iterator[Finding]:
         reports, now_s, step = digest.take_nics(), digest.heard_s, digest.step
-        told = [self._take(node, nics, now_s, step) for node, nics in reports.items()]
+        told = [self._take(node, nics, now_s) for node, nics in reports.items()]
         ranks_of = {name: list(job.ranks_of(job.nodes[name])) for name in job.holders.values()}
         if any(told):  # spares' too: they are compared, and say what is usual
             here = {node.name for node in job.nodes.values() if node.state not in OVER}
@@ -57,9 +57,9 @@ class Ports:
                 yield stopped
         cluster = job.policy.cluster
         lasting = cluster.straggler_windows * cluster.straggler_window
-        yield from self._traffic.changes(ranks_of, step, lasting)
+        yield from self._traffic.changes(ranks_of, now_s, step, lasting)
 
-    def _take(self, node: str, nics: Sequence[NicReport], now_s: float, step: int | None) -> bool:
+    def _take(self, node: str, nics: Sequence[NicReport], now_s: float) -> bool:
         """True where settings are new."""
         told = False
         for nic in nics:
@@ -68,7 +68,7 @@ class Ports:
                 told = True
             counted = {name: nic.counters[name] for name in nic.counters.keys() & ERRORS}
             self._counted.setdefault(node, {})[nic.name] = counted
-        self._traffic.add(node, nics, now_s, step)
+        self._traffic.add(node, nics, now_s)
         return told
 
     def _errors(self, ranks_of: Mapping[str, Sequence[int]], now_s: float) -> Iterator[Finding]:

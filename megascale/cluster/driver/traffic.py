@@ -5,7 +5,7 @@
 | ports of a node that moved bytes and do not, while others do | certain: recovery at once |
 | all ports | certain, without ranks: the job stands still, whose fault it is the stacks say |
 | a port's bytes a step fell, or fluctuate | an alert, once |
-| that lasts for `straggler_windows` windows | certain: its node is isolated |
+| that lasts for `straggler_windows` times `straggler_window` steps | certain: isolate the node |
 
 A node that was not heard is left out: its silence is judged elsewhere. Traffic rests while ranks
 save or validate, so what was seen until then says nothing about a pause.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,43 +27,48 @@ from megascale.telemetry.diagnose.traffic import (
     BASELINE_STEPS,
     CONFIRM,
     Port,
-    bytes_per_step,
     changed,
     stopped,
     usual_bytes,
 )
 
 Key = tuple[str, str]  # node, port
-KEPT_STEPS = 64
-SAMPLES = 128
+ROW_S = 20.0
+"""A row of bytes a step is of so many seconds at least: counters and steps are up to a second old
+when they come, which of a shorter time would be too large a part."""
+KEPT_ROWS = 64
+MOMENTS = 128
 FRESH_S = 2.5  # an older report says nothing about now
 _IS_BYTES = ("bytes", "_data")
 
 
+@dataclass
+class _Episode:
+    """Trouble at one node. rows_ago: when it was seen last."""
+
+    since: int
+    rows_ago: int = -1
+    is_told: bool = False
+
+
 class Traffic:
-    """Samples by (node, port); one a second is enough. `begin` with each epoch."""
+    """One look a second is enough. `begin` with each epoch."""
 
     def __init__(self) -> None:
-        self._samples: dict[Key, deque[tuple[int, int]]] = {}
-        self._judged: int | None = None
+        self._rows: deque[dict[Key, float]] = deque(maxlen=KEPT_ROWS)
+        self._episodes: dict[tuple[str, str], _Episode] = {}  # by kind and node
+        self._usual: dict[Key, float] = {}
         self.begin()
 
     def begin(self) -> None:
-        self._moments: deque[tuple[float, dict[Key, int]]] = deque(maxlen=SAMPLES)
+        self._moments: deque[tuple[float, dict[Key, int]]] = deque(maxlen=MOMENTS)
         self._newest: dict[Key, tuple[float, int]] = {}
-        self._since: dict[tuple[str, str], int] = {}  # kind, node
-        self._last: dict[tuple[str, str], int] = {}
-        self._isolated: set[tuple[str, str]] = set()
-        self._usual: dict[Key, float] = {}
+        self._row: tuple[float, int, dict[Key, int]] = (float("-inf"), -1, {})
 
-    def add(self, node: str, nics: Sequence[NicReport], now_s: float, step: int | None) -> None:
+    def add(self, node: str, nics: Sequence[NicReport], now_s: float) -> None:
         for nic in nics:
             if nic.counters and is_rdma(nic.name):
-                key, count = (node, nic.name), _bytes(nic)
-                self._newest[key] = (now_s, count)
-                if step is not None:
-                    samples = self._samples.setdefault(key, deque(maxlen=SAMPLES))
-                    samples.append((step, count))
+                self._newest[node, nic.name] = (now_s, _bytes(nic))
 
     def rest(self) -> None:
         """Ranks are in a phase that moves no bytes."""
@@ -92,65 +97,68 @@ class Traffic:
         return found
 
     def changes(
-        self, ranks_of: Mapping[str, Sequence[int]], step: int, lasting_steps: int
+        self, ranks_of: Mapping[str, Sequence[int]], now_s: float, step: int, lasting_steps: int
     ) -> Iterator[Finding]:
         """An alert for each node where traffic fell or fluctuates, and once more, certain, when it
-        has been so for `lasting_steps`."""
-        if step == self._judged:
+        has been so for `lasting_steps`. Judged once a row."""
+        if not self._add_row(now_s, step):
             return
-        self._judged = step
         for finding in self._changed(ranks_of, step):
-            nodes = {where.rsplit("/", 2)[0] for where in finding.evidence["relative"]}
-            for node in sorted(nodes):
-                episode = (finding.kind, node)
-                is_new = episode not in self._since
-                since = self._since.setdefault(episode, step)
-                self._last[episode] = step
-                lasts = step - since >= lasting_steps and episode not in self._isolated
+            relative = finding.evidence["relative"]
+            for node in sorted({where.rsplit("/", 2)[0] for where in relative}):
+                key = (finding.kind, node)
+                is_new = key not in self._episodes
+                episode = self._episodes.setdefault(key, _Episode(step))
+                episode.rows_ago = -1
+                lasts = step - episode.since >= lasting_steps and not episode.is_told
+                episode.is_told |= lasts
                 if is_new or lasts:
-                    self._isolated |= {episode} if lasts else set()
-                    own = {
-                        w: v
-                        for w, v in finding.evidence["relative"].items()
-                        if w.startswith(f"{node}/")
-                    }
                     yield replace(
                         finding,
                         ranks=tuple(ranks_of[node]),
-                        evidence={"relative": own, "steps": step - since + 1},
+                        evidence={
+                            "relative": {
+                                at: of for at, of in relative.items() if at.startswith(f"{node}/")
+                            },
+                            "steps": step - episode.since,
+                        },
                         certain=lasts,
                     )
-        for episode in [e for e, last in self._last.items() if step - last > CONFIRM]:
-            del self._since[episode], self._last[episode]
-            self._isolated.discard(episode)
-        troubled = {node for _, node in self._since}
+        for episode in self._episodes.values():
+            episode.rows_ago += 1
+        self._episodes = {k: e for k, e in self._episodes.items() if e.rows_ago <= CONFIRM}
+        troubled = {node for _, node in self._episodes}
         self._usual = {key: of for key, of in self._usual.items() if key[0] in troubled}
 
-    def _changed(self, ranks_of: Mapping[str, Sequence[int]], step: int) -> list[Finding]:
-        ports: list[Port] = []
-        rows: list[list[float]] = []
-        for (node, name), samples in sorted(self._samples.items()):
-            if node in ranks_of:
-                known = bytes_per_step([s for s, _ in samples], [count for _, count in samples])
-                ports.append(Port(node, name, tuple(ranks_of[node])))
-                first = step - KEPT_STEPS
-                rows.append([known.get(s, np.nan) for s in range(first + 1, step)])
-        if not rows:
-            return []
-        bytes_SP: Any = np.array(rows).T
-        bytes_SP = bytes_SP[~np.isnan(bytes_SP).all(axis=1)]
-        if len(bytes_SP) < BASELINE_STEPS + CONFIRM:
-            return []
-        usual_P = usual_bytes(bytes_SP)
-        keys = [(port.node, port.name) for port in ports]
-        usual_P = np.array(
-            [self._usual.get(key, of) for key, of in zip(keys, usual_P, strict=True)]
+    def _add_row(self, now_s: float, step: int) -> bool:
+        """Bytes a step of each port since the last row, where enough time has passed."""
+        row_s, row_step, before = self._row
+        if now_s - row_s < ROW_S or step <= row_step:
+            return False
+        now = {key: n for key, (at_s, n) in self._newest.items() if now_s - at_s <= FRESH_S}
+        self._row = (now_s, step, now)
+        self._rows.append(
+            {
+                key: (count - before[key]) / (step - row_step)
+                for key, count in now.items()
+                if count >= before.get(key, count + 1)
+            }
         )
-        found = changed(bytes_SP, ports, step - 1, usual_P)
+        return bool(before)
+
+    def _changed(self, ranks_of: Mapping[str, Sequence[int]], step: int) -> list[Finding]:
+        keys = sorted({key for row in self._rows for key in row if key[0] in ranks_of})
+        if not keys or len(self._rows) < BASELINE_STEPS + CONFIRM:
+            return []
+        ports = [Port(node, name, tuple(ranks_of[node])) for node, name in keys]
+        bytes_SP: Any = np.array([[row.get(key, np.nan) for key in keys] for row in self._rows])
+        usual = zip(keys, usual_bytes(bytes_SP), strict=True)
+        usual_P = np.array([self._usual.get(key, of) for key, of in usual])
+        found = changed(bytes_SP, ports, step, usual_P)
         told = {where for finding in found for where in finding.evidence["relative"]}
-        for key, usual in zip(keys, usual_P, strict=True):
+        for key, of in zip(keys, usual_P, strict=True):
             if "/".join(key) in told:
-                self._usual.setdefault(key, float(usual))
+                self._usual.setdefault(key, float(of))
         return found
 
 
