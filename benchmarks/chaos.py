@@ -149,7 +149,7 @@ def measure(schedule: Path, recipe: Path, output: Path) -> int:
 
     Its run folder stays in runs/chaos: what went wrong is to be read there.
     """
-    origin = _origin()
+    began = origin()
     words = ["chaos", str(schedule), str(recipe), "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "megascale", *words], stdout=subprocess.PIPE, check=False
@@ -164,12 +164,13 @@ def measure(schedule: Path, recipe: Path, output: Path) -> int:
                 print(f"{told}: it never came so far")
                 continue
             moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            file.write(json.dumps({**row, **origin, "time": moment}) + "\n")
+            file.write(json.dumps({**row, **began, "time": moment}) + "\n")
             print(f"{told}: {row['value']} {row['metric']}, {row['met']}")
     return done.returncode
 
 
-def _origin() -> Row:
+def origin() -> Row:
+    """Where a row comes from, read before it is measured."""
     changes = subprocess.run(
         ["git", "status", "--porcelain", "--untracked-files=no"],
         capture_output=True,
@@ -182,7 +183,7 @@ def _origin() -> Row:
         "commit": commit() or "unknown",
         "dirty": bool(changes.stdout.strip()) or changes.returncode != 0,
         "versions": {"python": sys.version.split()[0], **installed_versions(("torch",))},
-        "command": f"python -m benchmarks.chaos {' '.join(sys.argv[1:])}",
+        "command": f"python -m benchmarks.{Path(sys.argv[0]).stem} {' '.join(sys.argv[1:])}".strip(),
     }
 
 
