@@ -177,13 +177,14 @@ def origin() -> Row:
         text=True,
         check=False,
     )
+    program = f"python -m benchmarks.{Path(sys.argv[0]).stem}"
     return {
         "device": f"cpu, {os.cpu_count()} cores",
         "num_devices": 0,
         "commit": commit() or "unknown",
         "dirty": bool(changes.stdout.strip()) or changes.returncode != 0,
         "versions": {"python": sys.version.split()[0], **installed_versions(("torch",))},
-        "command": f"python -m benchmarks.{Path(sys.argv[0]).stem} {' '.join(sys.argv[1:])}".strip(),
+        "command": " ".join([program, *sys.argv[1:]]),
     }
 
 

@@ -3,8 +3,8 @@
     python -m benchmarks.false_losses [--seconds 3600] [--nodes 2] [--spinners CORES]
 
 A job of real agents and ranks trains beside processes that spin, one a core. The value is how many
-nodes were lost or evicted, incidents opened and ranks started again though there was no fault; the target
-is none. `suspects` counts nodes that were silent for `cluster.suspect_after_s` and heard again,
+nodes were lost or evicted, incidents opened and ranks started again though there was no fault; the
+target is none. `suspects` counts nodes that were silent for `cluster.suspect_after_s` and heard again,
 which costs nothing.
 """
 
@@ -18,8 +18,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def _watch(driver: subprocess.Popen[bytes], journal: Journal, seconds: float) ->
 
 def _row(journal: Journal, trained_s: float, given: argparse.Namespace) -> dict[str, Any]:
     states = [[node.state for node in turn.job.nodes.values()] for turn in journal.turns]
-    changes = list(zip(states, states[1:], strict=False))
+    changes = list(pairwise(states))
     lost = sum(_rose(before, after, ("lost", "evicted")) for before, after in changes)
     suspects = sum(_rose(before, after, ("suspect",)) for before, after in changes)
     job = journal.job
@@ -103,7 +104,7 @@ def _row(journal: Journal, trained_s: float, given: argparse.Namespace) -> dict[
     }
 
 
-def _rose(before: list[str], after: list[str], states: tuple[str, ...]) -> int:
+def _rose(before: Sequence[str], after: Sequence[str], states: tuple[str, ...]) -> int:
     counts = [sum(state in states for state in now) for now in (before, after)]
     return max(0, counts[1] - counts[0])
 
