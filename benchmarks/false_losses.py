@@ -4,8 +4,8 @@
 
 A job of real agents and ranks trains beside processes that spin, one a core. The value is how many
 nodes were lost or evicted, incidents opened and ranks started again though there was no fault; the
-target is none. `suspects` counts nodes that were silent for `cluster.suspect_after_s` and heard again,
-which costs nothing.
+target is none. `suspects` counts nodes that were silent for `cluster.suspect_after_s` and heard
+again, which costs nothing.
 """
 
 from __future__ import annotations
