@@ -20,6 +20,7 @@ import itertools
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,10 +78,18 @@ class Listing(NamedTuple):
     damaged: list[Path]
 
 
-def hash_file(path: Path) -> SavedFile:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return SavedFile(file.tell(), digest)
+HASHED_BYTES = 1 << 24  # at a time
+
+
+def hash_file(path: Path, moved: Callable[[], None] = lambda: None) -> SavedFile:
+    """`moved`: called for each block that was read."""
+    digest = hashlib.sha256()
+    block = bytearray(HASHED_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while num_bytes := file.readinto(block):
+            digest.update(memoryview(block)[:num_bytes])
+            moved()
+        return SavedFile(file.tell(), digest.hexdigest())
 
 
 def claim(root: Path, step: int) -> Path:

@@ -11,7 +11,7 @@ import difflib
 import io
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,9 +43,10 @@ logger = logging.getLogger(__name__)
 
 
 class PieceSavePlanner(SavePlanner):
-    """Writes `pieces`; the coordinator refuses what does not tile."""
+    """Writes `pieces`; the coordinator refuses what does not tile. `moved`: called for each."""
 
-    def __init__(self, pieces: Iterable[Piece]) -> None:
+    def __init__(self, pieces: Iterable[Piece], moved: Callable[[], None]) -> None:
+        self._moved = moved
         self._pieces = list(pieces)
         self._tensors = {_index(piece.key, piece.box): piece.tensor for piece in self._pieces}
 
@@ -78,6 +79,7 @@ class PieceSavePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
+        self._moved()
         return self._tensors[write_item.index].detach()
 
 

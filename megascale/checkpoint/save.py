@@ -16,7 +16,7 @@ import contextlib
 import json
 import shutil
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,13 +59,15 @@ def save_checkpoint(
     meta: dict[str, Any],
     *,
     group: dist.ProcessGroup | None = None,
+    moved: Callable[[], None] = lambda: None,
 ) -> Path:
     """Save and commit; returns the directory on every rank of `group` (None: a single process).
 
     Each rank passes the pieces that it writes; all together tile each key exactly once. Rank 0 of
     `group` is the only one that commits. `meta` is JSON. Raises CheckpointError on all ranks.
+    `moved` is called whenever this rank has a tensor or a block more behind it, from any thread.
     """
-    return write_snapshot(root, take_snapshot(step, pieces, meta), group=group)
+    return write_snapshot(root, take_snapshot(step, pieces, meta), group=group, moved=moved)
 
 
 def take_snapshot(step: int, pieces: Iterable[Piece], meta: dict[str, Any]) -> Snapshot:
@@ -75,15 +77,20 @@ def take_snapshot(step: int, pieces: Iterable[Piece], meta: dict[str, Any]) -> S
 
 
 def write_snapshot(
-    root: Path, snapshot: Snapshot, *, group: dist.ProcessGroup | None = None
+    root: Path,
+    snapshot: Snapshot,
+    *,
+    group: dist.ProcessGroup | None = None,
+    moved: Callable[[], None] = lambda: None,
 ) -> Path:
     """Stage 2: write, hash and commit. Collective over `group`."""
+    moved()  # from here on this save tells
     ranks = Ranks(group)
     num_bytes = sum(ranks.gather(lambda: snapshot.num_bytes))
     directory = ranks.writer_does(lambda: _claim_with_space(root, snapshot.step, num_bytes))
     try:
-        _write_files(directory, snapshot.pieces, ranks)
-        files = _merge(ranks.gather(lambda: _hash_own_files(directory, ranks)))
+        _write_files(directory, snapshot.pieces, ranks, moved)
+        files = _merge(ranks.gather(lambda: _hash_own_files(directory, ranks, moved)))
         ranks.writer_does(
             lambda: manifest.commit(directory, Manifest(snapshot.step, snapshot.meta, files))
         )
@@ -121,7 +128,9 @@ class _Writer(FileSystemWriter):
             raise CheckpointError(explain(error)) from error
 
 
-def _write_files(directory: Path, pieces: tuple[Piece, ...], ranks: Ranks) -> None:
+def _write_files(
+    directory: Path, pieces: tuple[Piece, ...], ranks: Ranks, moved: Callable[[], None]
+) -> None:
     try:
         with warnings.catch_warnings():
             # One process without a group is what we ask for, not an oversight.
@@ -129,7 +138,7 @@ def _write_files(directory: Path, pieces: tuple[Piece, ...], ranks: Ranks) -> No
             dcp.save(
                 {},
                 storage_writer=_Writer(directory, overwrite=False),
-                planner=PieceSavePlanner(pieces),
+                planner=PieceSavePlanner(pieces, moved),
                 process_group=ranks.group,
                 no_dist=ranks.group is None,
             )
@@ -138,12 +147,14 @@ def _write_files(directory: Path, pieces: tuple[Piece, ...], ranks: Ranks) -> No
         raise CheckpointError(summarize(failures, ranks.num_ranks)) from failed
 
 
-def _hash_own_files(directory: Path, ranks: Ranks) -> dict[str, SavedFile]:
+def _hash_own_files(
+    directory: Path, ranks: Ranks, moved: Callable[[], None]
+) -> dict[str, SavedFile]:
     """Read back what this rank wrote (DCP's `__<rank>_*`); the writer takes all other files."""
     names = [path.name for path in directory.glob(f"__{ranks.rank}_*")]
     if ranks.is_writer:
         names += [path.name for path in directory.iterdir() if not path.name.startswith("__")]
-    return {name: manifest.hash_file(directory / name) for name in names}
+    return {name: manifest.hash_file(directory / name, moved) for name in names}
 
 
 def _merge(parts: list[dict[str, SavedFile]]) -> dict[str, SavedFile]:

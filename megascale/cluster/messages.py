@@ -59,6 +59,7 @@ class Progress(Message):
     age_s           since the host last issued anything
     completed_step  and `completed_phase`: what the device last finished
     group_id, seq   of the last collective: CRC-32 of its group's name, its number in that group
+    saved           tensors and blocks that the save under way has moved; None: none that tells
     """
 
     epoch: Count
@@ -69,6 +70,7 @@ class Progress(Message):
     micro_batch: Count | None = None
     group_id: Count | None = None
     seq: Count | None = None
+    saved: Count | None = None
     completed_step: Count | None = None
     completed_phase: Name | None = None
 

@@ -36,6 +36,9 @@ class ClusterConfig(Section):
         10.0, gt=0.0, description="without progress; raised to 5 times the median step"
     )
     save_deadline_s: float = Field(600.0, gt=0.0, description="in a checkpoint or a validation")
+    save_progress_deadline_s: float = Field(
+        60.0, gt=0.0, description="in a checkpoint in which no rank moves a tensor or a block more"
+    )
     grace_s: float = Field(
         5.0,
         ge=0.0,

@@ -16,7 +16,7 @@ host).
 | 32 | 4 | micro-batch, 0xFFFFFFFF: none |
 | 36 | 4 | CRC-32 of the name of the group of the last collective or transfer, 0: none yet |
 | 40 | 4 | sequence number of that collective in its group |
-| 44 | 4 | reserved, 0 |
+| 44 | 4 | tensors and blocks that the save under way has moved so far, 0: no save that tells |
 | 48 | 8 | *completed*: step << 32, phase << 24, chunk << 16, micro-batch (all ones: none) |
 | 56 | 8 | reserved, 0 |
 
@@ -79,6 +79,7 @@ class Issued:
     micro_batch: int | None = None
     group_id: int | None = None  # `group_id(name)` of the last collective's group
     seq: int | None = None
+    saved: int | None = None  # what the save under way has moved; None: none that tells
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ def issued_stores(sequence: int, record: Issued) -> list[tuple[int, bytes]]:
         _NO_MICRO_BATCH if record.micro_batch is None else record.micro_batch,
         record.group_id or 0,
         record.seq or 0,
-        0,
+        (record.saved or 0) & 0xFFFFFFFF,
     )
     busy = (sequence | 1) & 0xFFFFFFFF
     return [
@@ -148,7 +149,7 @@ def decode_issued(page: bytes) -> Issued | None:
     body = page[_ISSUED_OFFSET:COMPLETED_OFFSET]
     if sequence % 2 or zlib.crc32(body) != checksum:
         return None
-    magic, epoch, now_ns, step, phase, chunk, micro_batch, group, seq, _ = _ISSUED.unpack(body)
+    magic, epoch, now_ns, step, phase, chunk, micro_batch, group, seq, saved = _ISSUED.unpack(body)
     if magic != _MAGIC:
         return None
     return Issued(
@@ -160,6 +161,7 @@ def decode_issued(page: bytes) -> Issued | None:
         micro_batch=None if micro_batch == _NO_MICRO_BATCH else micro_batch,
         group_id=group or None,
         seq=seq if group else None,
+        saved=saved or None,
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
 from megascale.events import PHASES, Completed, Issued, ProgressWriter, group_id
 from megascale.telemetry.spans import OpenSpan
 
@@ -28,6 +31,12 @@ class PageReports:
             group_id=group_id(fields["group"]) if is_collective else last.group_id,
             seq=fields["seq"] if is_collective else last.seq,
         )
+        self._page.issued(self._last)
+
+    def moved(self, *, over: bool) -> None:
+        """The save under way has moved something more, or is `over`."""
+        saved = None if over else (self._last.saved or 0) + 1
+        self._last = replace(self._last, monotonic_ns=time.monotonic_ns(), saved=saved)
         self._page.issued(self._last)
 
     def ended(self, span: OpenSpan, step: int | None) -> None:

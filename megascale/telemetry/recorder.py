@@ -130,6 +130,13 @@ class Recorder:
         for hook in self.hooks:
             hook.on_incident(event)
 
+    def moved(self, *, over: bool = False) -> None:
+        """A save has moved a tensor or a block more, or is `over`: the page says so, and who looks
+        at it knows a save that hangs from one that is long. From any thread."""
+        if self._page is not None:
+            with self._lock:
+                self._page.moved(over=over)
+
     def checkpoint(self, step: int, path: str) -> None:
         """A checkpoint of `step` has been committed at `path`."""
         now_ns = time.monotonic_ns()

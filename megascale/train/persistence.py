@@ -234,8 +234,9 @@ class Persistence:
         pieces = state_pieces(zero, optimizer, counted_only=True)
         try:
             with self.recorder.span("checkpoint", op="save", host=True):
+                root, moved = self.folder.checkpoints, self.recorder.moved
                 path = save_checkpoint(
-                    self.folder.checkpoints, progress.step, pieces, meta, group=self._group
+                    root, progress.step, pieces, meta, group=self._group, moved=moved
                 )
         except CheckpointError as error:
             self.recorder.incident("checkpoint_failed", step=progress.step, reason=str(error))
@@ -243,6 +244,8 @@ class Persistence:
                 raise
             logger.error("step %d was not saved, training goes on: %s", progress.step, error)
             return
+        finally:
+            self.recorder.moved(over=True)
         self._saved = replace(progress)
         self.recorder.checkpoint(progress.step, str(path))
         if self.assembly.is_writer:

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megascale.checkpoint import find_latest, read_meta, save_checkpoint, verify
+from megascale.checkpoint import find_latest, manifest, read_meta, save_checkpoint, verify
 from megascale.checkpoint.pieces import Piece
 from megascale.errors import CheckpointError
 from megascale.shards import Box
@@ -36,11 +36,22 @@ def test_a_committed_directory_holds_what_its_manifest_says_and_nothing_else(
     meta = {"model": {"hidden": 8}, "consumed_samples": 96, "seed": 1}
     path = save_checkpoint(tmp_path, 12, rows(0, 1, reference()), meta)
     assert path == tmp_path / "step-00000012"
-    manifest = json.loads((path / "manifest.json").read_bytes())
+    listed = json.loads((path / "manifest.json").read_bytes())
     names = {file.name for file in path.iterdir()}
-    assert names == {*manifest["files"], "manifest.json", "COMMITTED"}
-    assert ".metadata" in manifest["files"]
+    assert names == {*listed["files"], "manifest.json", "COMMITTED"}
+    assert ".metadata" in listed["files"]
     assert read_meta(path) == {**meta, "step": 12}
+    verify(path)
+
+
+def test_a_save_tells_what_it_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "HASHED_BYTES", 1000)
+    moved: list[None] = []
+    pieces = [whole(f"master/{name}", torch.randn(1000)) for name in "abc"]
+    path = save_checkpoint(tmp_path, 1, pieces, {}, moved=lambda: moved.append(None))
+    files = [path / name for name in ("__0_0.distcp", ".metadata")]
+    blocks = sum(-(-file.stat().st_size // 1000) for file in files)
+    assert len(moved) == 1 + len(pieces) + blocks, "the beginning, tensors, hashed blocks"
     verify(path)
 
 

@@ -353,3 +353,24 @@ def test_monotonic_clock_measures_time() -> None:
     assert 20_000_000 <= span.dur_ns < 500_000_000
     assert step.t0_ns <= span.t0_ns
     assert step.dur_ns >= span.dur_ns
+
+
+def test_what_a_save_moves_is_on_the_page_until_it_is_over(tmp_path: Path) -> None:
+    writer, reader = ProgressWriter(tmp_path / "page"), ProgressReader(tmp_path / "page")
+    recorder = Recorder(MonotonicClock(), lambda event: None, progress=writer, epoch=4)
+    seen = []
+    with recorder.step(9), recorder.span("checkpoint", op="save", host=True):
+        for _ in range(3):
+            before_ns = time.monotonic_ns()
+            recorder.moved()
+            at = reader.issued()
+            assert at is not None
+            assert at.monotonic_ns >= before_ns, "its age begins anew"
+            seen.append((at.phase, at.step, at.saved))
+        recorder.moved(over=True)
+    at = reader.issued()
+    assert at is not None
+    assert seen == [("checkpoint", 9, 1), ("checkpoint", 9, 2), ("checkpoint", 9, 3)]
+    assert (at.phase, at.saved) == ("checkpoint", None)
+    writer.close()
+    reader.close()

@@ -66,6 +66,7 @@ class Pages:
             micro_batch=issued.micro_batch,
             group_id=issued.group_id,
             seq=issued.seq,
+            saved=issued.saved,
             completed_step=completed.step if completed else None,
             completed_phase=completed.phase if completed else None,
         )

@@ -117,6 +117,7 @@ class Digest:
                     step=report.progress.step if report.progress else None,
                     age_s=report.progress.age_s if report.progress else report.uptime_s,
                     uptime_s=report.uptime_s,
+                    saved=report.progress.saved if report.progress else None,
                     has_stepped=seen.finished is not None and self._step is not None,
                 )
             )

@@ -5,6 +5,7 @@
 | no page yet (counted from the rank's start), or `init` | `cluster.init_deadline_s` |
 | first step of the epoch | `cluster.first_step_deadline_s`: compilation is in it |
 | `checkpoint`, `validation` | `cluster.save_deadline_s` |
+| a save that tells | also `cluster.save_progress_deadline_s` in which no rank moved anything |
 | a step | `cluster.step_deadline_s`, or 5 times the median step where that is more |
 | `done` | none: the process is ending, and `cluster.save_deadline_s` bounds that |
 
@@ -15,7 +16,7 @@ here, so a fresh heartbeat hides no hang.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megascale.config.cluster import ClusterConfig
@@ -26,7 +27,8 @@ MEDIANS = 5.0
 
 @dataclass(frozen=True)
 class RankAge:
-    """phase: None before the rank's first word; age_s: since its last one, or since its start."""
+    """phase: None before the rank's first word; age_s: since its last one, or since its start;
+    saved: what its save has moved, None for one that does not tell."""
 
     rank: int
     phase: str | None
@@ -34,6 +36,7 @@ class RankAge:
     age_s: float
     uptime_s: float
     has_stepped: bool
+    saved: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,14 @@ def find_stall(
     ranks: Iterable[RankAge], cluster: ClusterConfig, median_step_s: float | None
 ) -> Stall | None:
     """The ranks past their deadlines; None while all are inside."""
+    ranks = list(ranks)
     late = []
+    stuck = _is_save_stuck(ranks, cluster)
     for rank in ranks:
         waited_s = rank.uptime_s if rank.phase is None else rank.age_s
         limit_s = deadline_s(rank, cluster, median_step_s)
+        if stuck and rank.phase == "checkpoint":
+            limit_s = min(limit_s, cluster.save_progress_deadline_s)
         if waited_s > limit_s:
             late.append((waited_s, limit_s, rank))
     if not late:
@@ -76,3 +83,11 @@ def find_stall(
         f"rank {first.rank} has been in {phase} for {waited_s:.1f} s, {limit_s:.1f} s are allowed",
         first.step,
     )
+
+
+def _is_save_stuck(ranks: Sequence[RankAge], cluster: ClusterConfig) -> bool:
+    """All ranks that save tell what they move, and none has moved anything for too long."""
+    saving = [rank for rank in ranks if rank.phase == "checkpoint"]
+    if not saving or any(rank.saved is None for rank in saving):
+        return False
+    return min(rank.age_s for rank in saving) > cluster.save_progress_deadline_s

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megascale.cluster.driver.progress import RankAge, deadline_s, find_stall
 from megascale.config.cluster import ClusterConfig
 
@@ -24,6 +26,28 @@ def test_a_long_save_is_no_hang() -> None:
     late = find_stall([_age("checkpoint", 500.0), _age("backward", 11.0, rank=3)], CLUSTER, 0.1)
     assert late is not None
     assert late.ranks == (3,)
+
+
+def saving(*ages_s: float, saved: int | None = 3) -> list[RankAge]:
+    return [replace(_age("checkpoint", a, rank=r), saved=saved) for r, a in enumerate(ages_s)]
+
+
+def test_a_save_that_moves_nothing_is_a_hang_soon() -> None:
+    stall = find_stall(saving(61.0, 300.0), CLUSTER, 0.1)
+    assert stall is not None
+    assert stall.ranks == (1, 0)
+    assert "rank 1 has been in checkpoint for 300.0 s, 60.0 s are allowed" in stall.reason
+
+
+def test_who_waits_for_a_save_that_moves_does_not_hang() -> None:
+    assert find_stall(saving(300.0, 59.0, 300.0), CLUSTER, 0.1) is None
+    assert find_stall(saving(601.0, 1.0), CLUSTER, 0.1) is not None, "600 s are for all of it"
+
+
+def test_a_save_that_does_not_tell_may_be_long() -> None:
+    assert find_stall(saving(300.0, 300.0, saved=None), CLUSTER, 0.1) is None
+    mixed = [*saving(300.0), *saving(300.0, saved=None)]
+    assert find_stall(mixed, CLUSTER, 0.1) is None
 
 
 def test_deadlines_by_phase() -> None:
