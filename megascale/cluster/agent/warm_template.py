@@ -29,12 +29,9 @@ from megascale.cluster.agent.warm_process import ROOM, Code, WarmProcess, code_n
 
 PROGRAM = ("-m", "megascale.train.template")
 CHECK_PROGRAM = "megascale.cluster.agent.self_check"
-# What a child may be told to run beside a rank: the node's self-check, and what that starts.
-MODULES = (
-    CHECK_PROGRAM,
-    "megascale.cluster.selfcheck.run",
-    "megascale.cluster.selfcheck.probe",
-)
+# What it imports beside a rank's modules: those of the self-check and of its workers, but not the
+# programs themselves, which a child runs as `__main__`.
+MODULES = tuple(f"megascale.cluster.selfcheck.{name}" for name in ("run", "host", "memory", "nvml"))
 _MESSAGE_BYTES = 1 << 16
 _POLL_S = 0.005
 _log = logging.getLogger(__name__)
