@@ -39,7 +39,7 @@ def rank_exited(turn: Turn, event: RankExited) -> None:
     turn.say(f"rank {event.rank} exited {event.code}: {text}")
     fault = Fault(kind, nodes, (event.rank,), step, text, code=event.code, signal=event.signal)
     if kind == "replicas_differ":  # who says so is as likely well as sick
-        fault = replace(fault, nodes=(), certain=False)
+        fault = replace(fault, nodes=(), ranks=(), certain=False)
     recovery.fail(turn, fault)
 
 
@@ -136,6 +136,8 @@ def _is_certain(turn: Turn, fault: Fault) -> bool:
     saved state has lasted long enough before it is certain."""
     if RUNGS[fault.kind] == "straggler":
         return fault.certain
+    if fault.kind == "replicas_differ":  # that they do is certain; who, its rung asks
+        return True
     known = turn.job.incident(fault.kind)
     again = known is not None and known.ends == "quiet" and bool({*known.ranks} & {*fault.ranks})
     return fault.certain or again

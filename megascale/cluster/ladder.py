@@ -107,8 +107,13 @@ def is_asked_for(signal: str | None) -> bool:
 
 
 def primary(faults: Sequence[Fault]) -> Fault:
-    """The sign that explains the others: highest row, then certain, then the first to arrive."""
-    return min(faults, key=lambda one: (_ORDER.get(one.kind, len(_ORDER)), not one.certain))
+    """The sign that explains the others: highest row, then certain, then one that names somebody,
+    then the first to arrive."""
+    last = len(_ORDER)
+    return min(
+        faults,
+        key=lambda one: (_ORDER.get(one.kind, last), not one.certain, not (one.ranks or one.nodes)),
+    )
 
 
 def judge(job: JobState, recovery: Recovery) -> Verdict:

@@ -49,7 +49,7 @@ class Ports:
             seen.report.progress.phase for seen in digest.ranks.values() if seen.report.progress
         }
         if phases & _REST:
-            self._traffic.rest()
+            self._traffic.rest(now_s)
         else:
             least_s = MEDIANS * (digest.median_step_s or 0.0)
             stopped = self._traffic.pauses(ranks_of, now_s, least_s)

@@ -8,7 +8,7 @@
 | that lasts for `straggler_windows` times `straggler_window` steps | certain: isolate the node |
 
 A node that was not heard is left out: its silence is judged elsewhere. Traffic rests while ranks
-save or validate, so what was seen until then says nothing about a pause.
+save or validate, and that time is no pause.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class Traffic:
 
     def begin(self) -> None:
         self._moments: deque[tuple[float, dict[Key, int]]] = deque(maxlen=MOMENTS)
+        self._active_s = 0.0
+        self._looked_s: float | None = None
         self._newest: dict[Key, tuple[float, int]] = {}
         self._row: tuple[float, int, dict[Key, int]] = (float("-inf"), -1, {})
 
@@ -70,9 +72,9 @@ class Traffic:
             if nic.counters and is_rdma(nic.name):
                 self._newest[node, nic.name] = (now_s, _bytes(nic))
 
-    def rest(self) -> None:
-        """Ranks are in a phase that moves no bytes."""
-        self._moments.clear()
+    def rest(self, now_s: float) -> None:
+        """Ranks are in a phase that moves no bytes: this time does not count."""
+        self._looked_s = now_s
 
     def pauses(
         self, ranks_of: Mapping[str, Sequence[int]], now_s: float, least_s: float
@@ -83,7 +85,10 @@ class Traffic:
             for key, (at_s, count) in self._newest.items()
             if key[0] in ranks_of and now_s - at_s <= FRESH_S
         }
-        self._moments.append((now_s, fresh))
+        if self._looked_s is not None:
+            self._active_s += now_s - self._looked_s
+        self._looked_s = now_s
+        self._moments.append((self._active_s, fresh))
         known = sorted(fresh)
         ports = [Port(node, name, tuple(ranks_of[node])) for node, name in known]
         rows = [(at_s, of) for at_s, of in self._moments if of.keys() >= fresh.keys()]

@@ -83,6 +83,8 @@ def localise(
         known = {rank: views[rank] for rank in everyone}
         seen = Observed(known, groups, stands, set(dumped), inputs)
         verdict = _by_waits(seen) or _by_difference(seen, dumped)
+        if dumped and not verdict.why.keys() <= dumped.keys():  # perhaps it has not come yet
+            verdict = _Verdict(verdict.why, certain=False)
     guilty = tuple(sorted(verdict.why))
     return Finding(
         kind="hang",

@@ -111,6 +111,14 @@ def test_a_node_whose_traffic_stops_is_recovered_from_at_once(tmp_path: Path) ->
     assert live.hand.the(SelfCheck).nodes == ("n1",)
 
 
+def test_saves_between_steps_hide_no_stop(tmp_path: Path) -> None:
+    """Every third heartbeat finds a rank in a save; so often they are only in small jobs."""
+    live = Live(tmp_path)
+    for second in range(40):
+        live.beat(count=_until(1, 20), phase="forward" if second % 3 else "checkpoint")
+    assert live.kinds() == [("traffic_stopped", (2, 3), True)]
+
+
 def test_a_silent_node_has_not_stopped_its_traffic(tmp_path: Path) -> None:
     live = Live(tmp_path)
     for second in range(40):

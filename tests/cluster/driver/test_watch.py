@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megascale.cluster.actions import StartEpoch
+from megascale.cluster.actions import SelfCheck, StartEpoch
 from megascale.cluster.decide import decide
 from megascale.cluster.driver.digest import Digest
 from megascale.cluster.driver.program import Program
 from megascale.cluster.driver.watch import Watch
 from megascale.cluster.messages import Command, DumpStacks, Result
-from megascale.cluster.transitions import Found, HangSuspected, RankExited
+from megascale.cluster.transitions import CheckDone, Found, HangSuspected, RankExited
+from megascale.telemetry.diagnose.finding import Finding
 from megascale.telemetry.diagnose.hang import mesh_groups
 from megascale.topology import Mesh
 from tests.cluster.driver.test_digest import beat, both, events, job, report
@@ -81,3 +82,19 @@ def test_whose_bits_differ_is_heard_while_the_ranks_stop(tmp_path: Path) -> None
     hand.stopped()
     assert evicted(hand) == {"n1": True}, "where rank 2 was, and no other"
     assert hand.the(StartEpoch).newest_step == 4
+
+
+def test_of_two_replicas_the_replay_tells_which_is_bad() -> None:
+    hand = training(2, spares=1)
+    message = "step 6: parameters differ between data-parallel replicas in b"
+    hand.go(RankExited(2, 6, 1, kind="exception", message=message))
+    hand.go(Found(Finding("replicas_differ", (0, 2), {"majority": False}, 6, certain=False)))
+    assert hand.phase() == "stopping"
+    hand.stopped()
+    assert hand.job.faults[-1].ranks == (0, 2), "who says so first is not to blame for it"
+    assert "no majority" in hand.decision.reason
+    assert set(hand.the(SelfCheck).nodes) == {"n0", "n1"}
+    hand.go(CheckDone("n0", ok=True))
+    hand.go(CheckDone("n1", ok=False, failures=("replay",)))
+    assert evicted(hand) == {"n1": True}
+    assert hand.places() == {0: "n0", 1: "s0"}

@@ -43,11 +43,12 @@ class Hang:
     seed: int
 
     def where(self, rank: int) -> str:
-        """What the rank stands in: a collective, a group, a channel, or "norms"."""
+        """What the rank stands in: a collective, a group, a channel, "norms" or "gathered"."""
         op = self.blocked[rank]
         if op.group == "tensor":
             return self.posted[rank]
-        return "norms" if op.phase == "norms" else op.group or ""
+        of_phase = {"norms": "norms", "gather": "gathered"}
+        return of_phase.get(op.phase or "", op.group or "")
 
     def stacks(self, ranks: Iterable[int]) -> dict[int, str]:
         """`py-spy dump` of those that have a process which can be read: no dead or frozen one."""

@@ -19,6 +19,9 @@ _TOPS = {
     "data": """    Pending.wait (megascale/flux/collectives.py:40)
     FullGradients.finish (megascale/parallel/gradients.py:147)
     ShardedDataParallel.finish_gradients (megascale/parallel/zero.py:158)""",
+    "gathered": """    Pending.wait (megascale/flux/collectives.py:40)
+    ParameterGathers.wait (megascale/parallel/gathering.py:46)
+    ShardedDataParallel._before_module (megascale/parallel/zero.py:136)""",
     "world": """    _start_world_sums.<locals>.finish (megascale/train/step.py:132)
     train_step (megascale/train/step.py:82)""",
     "norms": """    all_reduce (torch/distributed/distributed_c10d.py:3252)

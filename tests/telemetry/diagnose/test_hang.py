@@ -79,6 +79,20 @@ def test_pages_alone_are_never_certain_and_wrong() -> None:
     assert certain > 40  # of 200
 
 
+@pytest.mark.parametrize("kind", ["skip", "unsent", "asleep", "gil"])
+def test_stacks_of_a_part_are_never_certain_and_wrong(kind: str) -> None:
+    """Nodes' dumps come one after the other, and what is certain is acted on at once."""
+    certain = 0
+    for name in {layout for layout, of in CASES if of == kind}:
+        for seed in range(30):
+            hang = plant(LAYOUTS[name], kind, seed)
+            part = [r for r in range(len(hang.groups["world"][0])) if (r + seed // 2) // 2 % 2]
+            finding = localise(hang.views, hang.groups, hang.stacks(part))
+            assert not finding.certain or finding.ranks == hang.guilty, (name, seed, finding)
+            certain += finding.certain
+    assert certain > 10
+
+
 @pytest.mark.parametrize("name", REAL)
 def test_hangs_that_happened(name: str) -> None:
     case = REAL[name]
