@@ -79,8 +79,8 @@ class ClusterConfig(Section):
     warm: Literal["off", "spares", "all"] = Field(
         "all",
         description="a process a rank, and one for the self-check, that has imported torch and "
-        "waits, so that a restart takes a third of the time: about 120 MB of host memory a node "
-        "and 50 MB a rank; spares: on nodes without ranks",
+        "waits, so that a restart takes a third of the time: about 250 MB of host memory a node "
+        "and 5 MB a rank; spares: on nodes without ranks",
     )
 
     @property
