@@ -28,11 +28,13 @@ from megascale.telemetry.diagnose import stacks as reading
 from megascale.telemetry.diagnose.awaited import awaited
 from megascale.telemetry.diagnose.circles import in_circle, skipped_by
 from megascale.telemetry.diagnose.finding import Finding
-from megascale.telemetry.diagnose.oddity import odd_ranks
+from megascale.telemetry.diagnose.oddity import leaders, odd_ranks
 from megascale.telemetry.diagnose.places import (
     DEAD,
     STOPPED,
     RankView,
+    body_is_over,
+    cannot_wait_for_neighbour,
     may_wait_unseen,
 )
 from megascale.telemetry.diagnose.stacks import Stand
@@ -187,6 +189,9 @@ def _by_waits(seen: Observed) -> _Verdict | None:
         return _Verdict(busy, certain=True)
     if strong:
         return _Verdict(strong, certain)
+    ahead = leaders(seen) if weak else ()
+    if ahead:
+        return _Verdict(dict.fromkeys(ahead, "past where all others stand"), certain=False)
     places: dict[object, dict[int, str]] = defaultdict(dict)
     for rank, why in weak.items():
         places[seen.views[rank].place][rank] = why
@@ -195,9 +200,14 @@ def _by_waits(seen: Observed) -> _Verdict | None:
 
 def _stands_alone(seen: Observed, meetings: Sequence[Meeting], rank: int) -> bool:
     """Whether the pages prove that the rank itself stopped, and did not wait for one that skipped
-    a collective: several wait for it, and its tensor peers are many and further, or stand with it.
+    a collective or a send: no neighbour can owe it anything, several wait for it, and its tensor
+    peers are many and further, or stand with it.
     """
     view = seen.views[rank]
+    if len(seen.instance.get("pipeline", {}).get(rank, ())) > 1 and not (
+        body_is_over(view) or cannot_wait_for_neighbour(view, last_chunk=seen.last_chunk)
+    ):
+        return False
     if not any(rank in m.missing for m in meetings if len(m.front) > 1):
         return False
     tensor = seen.instance.get("tensor", {}).get(rank, (rank,))

@@ -6,7 +6,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from megascale.telemetry.diagnose.places import UNINTERRUPTIBLE
+from megascale.telemetry.diagnose.places import (
+    AHEAD,
+    UNINTERRUPTIBLE,
+    coarse_order,
+    may_wait_unseen,
+)
 from megascale.telemetry.diagnose.waiting import Observed
 
 Looks = tuple[str, Sequence[Sequence[int]], Mapping[int, object]]
@@ -44,6 +49,24 @@ def odd_ranks(seen: Observed, dumped: Mapping[int, tuple[str, ...]]) -> tuple[st
         if few:
             return what, sorted(set(few))
     return "", []
+
+
+def leaders(seen: Observed) -> list[int]:
+    """The few that are past a part of the step in which all others stand: of one that holds others
+    up, many are past it, so here the few did not wait for what the many wait for."""
+    parts = Counter((view.step, view.phase) for view in seen.views.values())
+    common, count = parts.most_common(1)[0]
+    few = [rank for rank, view in seen.views.items() if (view.step, view.phase) != common]
+    if not few or 2 * len(few) >= count:
+        return []
+    many = [view for view in seen.views.values() if (view.step, view.phase) == common]
+    if not may_wait_unseen(many[0]):
+        return []
+    places = {(view.phase, view.group_id): view for view in many}  # one of each is enough
+    is_past = all(
+        coarse_order(seen.views[rank], view) == AHEAD for rank in few for view in places.values()
+    )
+    return few if is_past else []
 
 
 def _few(seen: Observed, values: Mapping[int, object]) -> list[int]:

@@ -66,17 +66,18 @@ def test_a_stopped_rank_is_found_in_every_phase(phase: str) -> None:
         assert why == "stopped"
 
 
-def test_pages_alone_are_never_certain_and_wrong() -> None:
+@pytest.mark.parametrize("kind", ["stop", "skip", "unsent"])
+def test_pages_alone_are_never_certain_and_wrong(kind: str) -> None:
     """Without the state of the process, which gives a stopped one away."""
     certain = 0
-    for layout in LAYOUTS.values():
+    for layout in [LAYOUTS[name] for name, of in CASES if of == kind]:
         for seed in range(20):
-            hang = plant(layout, "stop", seed)
+            hang = plant(layout, kind, seed)
             views = {rank: replace(view, os_state=None) for rank, view in hang.views.items()}
             finding = localise(views, hang.groups)
             assert not finding.certain or finding.ranks == hang.guilty, (layout, seed)
             certain += finding.certain
-    assert certain > 40  # of 200
+    assert certain > 40 or kind in SKIPS  # of 200
 
 
 @pytest.mark.parametrize("kind", ["skip", "unsent", "asleep", "gil"])
