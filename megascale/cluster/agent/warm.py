@@ -12,9 +12,8 @@ joins: the node's first self-check waits for it.
 
 A warm process is used if its environment is the wanted one but for what names rank and epoch
 (`LATE`), and if the package's files are still those that it imported. One that still imports by
-itself is told all the same: it is that much further than a new interpreter would be. One that has
-not finished after `READY_S` is ended. It ends as a rank ends: with the agent, by the watchdog, by
-the next agent.
+itself is told all the same: it is further than a new interpreter would be. One that has not
+finished after `READY_S` is ended. It ends as a rank ends: with the agent, or by its watchdog.
 """
 
 from __future__ import annotations
@@ -271,7 +270,8 @@ class WarmRanks:
     def _end(self, local_rank: int, why: str = "") -> None:
         warm = self._warm.pop(local_rank)
         if why:
-            _log.info("the warm process of local rank %d is ended: %s", local_rank, why)
+            whose = "the self-check" if local_rank == CHECK else f"local rank {local_rank}"
+            _log.info("the warm process of %s is ended: %s", whose, why)
         warm.end()
         self._ending.append(warm)
 

@@ -551,7 +551,8 @@ def test_the_first_self_check_waits_for_the_template_and_the_next_has_one(
     count = 1
     for _ in range(2):  # taken, and another came
         count += 1
-        result = driver.result_of(driver.order(RunSelfCheck(level="light", deadline_s=120.0)))
+        order = RunSelfCheck(level="light", deadline_s=120.0)
+        result = driver.result_of(driver.order(order), timeout_s=100.0)
         assert result.ok, result
         names = [check["name"] for check in result.detail["checks"]]
         assert names == ["host", "gpus", "memory", "gemm", "replay"]
