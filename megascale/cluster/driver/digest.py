@@ -23,6 +23,7 @@ from megascale.cluster.transitions import (
     RanksStarted,
     StepReached,
 )
+from megascale.telemetry.diagnose.places import STOPPED
 from megascale.telemetry.diagnose.straggler import compute_ns
 
 KEPT_STEPS = 128  # of each rank, for the detectors
@@ -119,6 +120,7 @@ class Digest:
                     uptime_s=report.uptime_s,
                     saved=report.progress.saved if report.progress else None,
                     has_stepped=seen.finished is not None and self._step is not None,
+                    is_stopped=report.os_state in STOPPED,
                 )
             )
         return found

@@ -8,6 +8,7 @@
 | a save that tells | also `cluster.save_progress_deadline_s` in which no rank moved anything |
 | a step | `cluster.step_deadline_s`, or 5 times the median step where that is more |
 | `done` | none: the process is ending, and `cluster.save_deadline_s` bounds that |
+| any, where the process is stopped by a signal | that of a step: no phase is an excuse for it |
 
 The age is that of the rank's last word, as the agent measured it for its last heartbeat. A blocking
 phase has its own deadline, so a long save is no hang; liveness of the node says nothing
@@ -28,7 +29,8 @@ MEDIANS = 5.0
 @dataclass(frozen=True)
 class RankAge:
     """phase: None before the rank's first word; age_s: since its last one, or since its start;
-    saved: what its save has moved, None for one that does not tell."""
+    saved: what its save has moved, None for one that does not tell; is_stopped: by a signal or a
+    tracer, as the system says."""
 
     rank: int
     phase: str | None
@@ -37,6 +39,7 @@ class RankAge:
     uptime_s: float
     has_stepped: bool
     saved: int | None = None
+    is_stopped: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,16 @@ class Stall:
 
 def deadline_s(rank: RankAge, cluster: ClusterConfig, median_step_s: float | None) -> float:
     """Seconds that `rank` may be without a word in its phase."""
+    step_s = max(cluster.step_deadline_s, MEDIANS * (median_step_s or 0.0))
+    if rank.is_stopped:
+        return step_s
     if rank.phase in (None, "init"):
         return cluster.init_deadline_s
     if rank.phase in SAVING or rank.phase == "done":
         return cluster.save_deadline_s
     if not rank.has_stepped:
         return cluster.first_step_deadline_s
-    return max(cluster.step_deadline_s, MEDIANS * (median_step_s or 0.0))
+    return step_s
 
 
 def find_stall(
@@ -78,6 +84,8 @@ def find_stall(
     late.sort(key=lambda one: (-one[0], one[2].rank))
     waited_s, limit_s, first = late[0]
     phase = first.phase or "its start"
+    if first.is_stopped:
+        phase = f"{phase}, stopped,"
     return Stall(
         tuple(rank.rank for _, _, rank in late),
         f"rank {first.rank} has been in {phase} for {waited_s:.1f} s, {limit_s:.1f} s are allowed",

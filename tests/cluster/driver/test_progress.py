@@ -58,6 +58,16 @@ def test_deadlines_by_phase() -> None:
     assert deadline_s(_age("forward", 0.0), CLUSTER, 30.0) == 150.0, "five median steps"
 
 
+def test_a_stopped_process_has_no_longer_deadline_in_a_save() -> None:
+    stopped = replace(_age("checkpoint", 10.5, rank=1), is_stopped=True)
+    stall = find_stall([_age("checkpoint", 10.5), stopped], CLUSTER, 0.1)
+    assert stall is not None
+    assert stall.ranks == (1,)
+    assert "in checkpoint, stopped, for 10.5 s" in stall.reason
+    assert find_stall([replace(stopped, age_s=9.0)], CLUSTER, 0.1) is None
+    assert find_stall([replace(stopped, phase="init", uptime_s=50.0)], CLUSTER, 0.1) is not None
+
+
 def test_the_longest_is_named_first() -> None:
     stall = find_stall([_age("recv", 12.0), _age("send", 20.0, rank=5)], CLUSTER, 0.1)
     assert stall is not None

@@ -98,3 +98,18 @@ def test_of_two_replicas_the_replay_tells_which_is_bad() -> None:
     hand.go(CheckDone("n1", ok=False, failures=("replay",)))
     assert evicted(hand) == {"n1": True}
     assert hand.places() == {0: "n0", 1: "s0"}
+
+
+def test_a_rank_that_is_stopped_in_a_save_is_suspected_after_a_steps_deadline(
+    tmp_path: Path,
+) -> None:
+    watch = Watch(Program(tmp_path, (), groups=lambda _: mesh_groups(Mesh(2, 2, 1))))
+    digest, state = Digest(), job(step_deadline_s=10.0)
+    events(digest, state, 1.0, *both(4))
+    events(digest, state, 12.0, *both(5, phase="checkpoint", age_s=11.0))
+    assert list(watch.look(digest, state, 12.0)) == [], "a save may take that long"
+    stopped = report(2, 5, phase="checkpoint", age_s=11.0, os_state="T")
+    events(digest, state, 12.5, beat("n1", stopped))
+    (suspected,) = watch.look(digest, state, 13.0)
+    assert isinstance(suspected, HangSuspected)
+    assert suspected.ranks == (2,)
