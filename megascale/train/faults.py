@@ -32,16 +32,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megascale.flux import collectives
 from megascale.telemetry.hooks import Hook
 from megascale.train.assemble import Assembly
+from megascale.train.left_out import leave_out
+from megascale.train.pace import Pace, pace_file
 
 FOR_EVER_S = 36_000.0
 _USUAL_STEPS = 16  # a step's usual time is the median of so many
-_SEND = 3  # of skip_collective's groups
 _CYCLES = 10_000_000  # of the device's clock, to learn how long they take: about 5 ms
 _DEFAULTS: dict[str, Any] = {
     "seconds": 0.1,  # slow: of each micro-batch; clock: how far it is put forward; kill_in_save
@@ -53,6 +52,13 @@ _DEFAULTS: dict[str, Any] = {
     "code": 17,  # exit
     "group": 0,  # skip_collective: of the world; 1: tensor, 2: data, 3: a send of the pipeline
 }
+
+
+def ordered(orders: str, assembly: Assembly, global_rank: int, epoch: int) -> list[Hook]:
+    """The hooks of a rank that somebody tests: its faults, and its pace where there is one."""
+    table = pace_file(orders)
+    pace = [Pace(table, assembly, global_rank)] if table.exists() else []
+    return [Faults(orders, assembly, global_rank, epoch), *pace]
 
 
 class Faults(Hook):
@@ -159,24 +165,7 @@ class Faults(Hook):
             ctypes.PyDLL(None).sleep(int(FOR_EVER_S))
 
     def skip_collective(self, order: dict[str, Any], _step: int) -> None:
-        """Leave out this rank's part of a group's next collective, or its next send."""
-        groups, which = self._assembly.groups, int(order["group"])
-        wanted = (None, groups.tensor, groups.data)[which] if which < _SEND else None
-        places = [(m, name) for m, name in _COLLECTIVES if (name == "isend") == (which == _SEND)]
-        real = [getattr(module, name) for module, name in places]
-
-        def leaving_out(call: Callable[..., Any]) -> Callable[..., Any]:
-            def once(*values: Any, **named: Any) -> Any:
-                if which != _SEND and named.get("group") is not wanted:
-                    return call(*values, **named)
-                for (module, name), before in zip(places, real, strict=True):
-                    setattr(module, name, before)
-                return _Done()
-
-            return once
-
-        for (module, name), call in zip(places, real, strict=True):
-            setattr(module, name, leaving_out(call))
+        leave_out(self._assembly.groups, int(order["group"]))
 
     def slow(self, order: dict[str, Any], step: int) -> None:
         last, seconds = step + int(order["steps"]), float(order["seconds"])
@@ -271,13 +260,6 @@ class Faults(Hook):
         return next(iter(self._assembly.chunks.values()))
 
 
-class _Done:
-    """What a collective returns, of one that did not take place."""
-
-    def wait(self, *_arguments: object) -> bool:
-        return True
-
-
 _KINDS: dict[str, Callable[[Faults, dict[str, Any], int], None]] = {
     name: getattr(Faults, name)
     for name in (
@@ -286,11 +268,6 @@ _KINDS: dict[str, Callable[[Faults, dict[str, Any], int], None]] = {
         "clock",
     )
 }
-# What the trainer calls with the keyword `group`.
-_COLLECTIVES: tuple[tuple[Any, str], ...] = (
-    *((dist, name) for name in ("all_reduce", "all_to_all_single", "isend")),
-    *((collectives, name) for name in ("_gather_single", "_scatter_single")),
-)
 # Those that wait for the end of a step behind which something else happens: every how many steps.
 _AT_END: dict[str, Callable[[Assembly], int]] = {
     "flip": lambda assembly: assembly.config.debug.check_replicas_interval,

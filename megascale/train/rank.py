@@ -77,10 +77,10 @@ def run_rank(
                     recorder.incident("waterfall", gemm_flops=attach(probe, assembly))
                 agent = agent_environment()
                 if agent.fault_orders is not None:  # by chaos and tests only
-                    from megascale.train.faults import Faults
+                    from megascale.train.faults import ordered
 
-                    recorder.hooks.append(
-                        Faults(agent.fault_orders, assembly, rank.global_rank, agent.epoch)
+                    recorder.hooks.extend(
+                        ordered(agent.fault_orders, assembly, rank.global_rank, agent.epoch)
                     )
                 with around(Ready(assembly, recorder, probe)):
                     Loop(assembly, folder, recorder).run(resume=resume)

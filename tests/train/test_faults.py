@@ -15,9 +15,10 @@ import torch.distributed as dist
 from megascale.config import load_config
 from megascale.errors import NumericalError
 from megascale.flux import collectives
-from megascale.train import faults
+from megascale.train import faults, pace
 from megascale.train.assemble import Assembly, assemble
-from megascale.train.faults import Faults
+from megascale.train.faults import Faults, ordered
+from megascale.train.pace import Pace, pace_file
 from megascale.train.replicas import check_replicas
 from megascale.train.step import train_step
 from tests.distributed import run_ranks
@@ -144,22 +145,17 @@ def test_values_are_wrong_for_one_step_alone(tmp_path: Path, assembly: Assembly)
         assert _loss(assembly, 2) == right
 
 
-@pytest.mark.full
-def test_slow_is_so_for_each_micro_batch_of_its_steps(tmp_path: Path) -> None:
-    config = load_config(None, SMALL)
-    one = assemble(config, config.mesh(1), torch.device("cpu"))
-    _loss(one, 2)
-    began = time.monotonic()
-    _loss(one, 2)
-    usual_s = time.monotonic() - began
-    hook = _hit(one, tmp_path, "slow", seconds=0.15)
-    began = time.monotonic()
-    _loss(one, 2)
-    assert 0.6 <= time.monotonic() - began < 0.6 + 3 * usual_s + 0.5  # four micro-batches
+def test_slow_is_so_for_each_micro_batch_of_its_steps(
+    tmp_path: Path, assembly: Assembly, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    hook = _hit(assembly, tmp_path, "slow", seconds=0.15)
+    monkeypatch.setattr("megascale.train.faults.time.sleep", slept.append)
+    _loss(assembly, 2)
+    assert slept == [0.15] * 4  # four micro-batches
     hook.on_step_start(3)
-    began = time.monotonic()
-    _loss(one, 2)
-    assert time.monotonic() - began < 0.6
+    _loss(assembly, 2)
+    assert len(slept) == 4
 
 
 def test_slow_by_a_share_of_the_usual_step(
@@ -231,7 +227,7 @@ def test_a_skipped_collective_of_another_group(
     for _ in range(2):
         dist.all_reduce(torch.zeros(1), group="data")
         collectives._gather_single(torch.zeros(2), torch.zeros(1), group="tensor")
-        dist.isend(torch.zeros(1), 1, group="send")
+        dist.isend(torch.zeros(1), 1, group="send")  # type: ignore[arg-type]
     everything = ["data", "tensor", "send"]
     assert called == [*(one for one in everything if one != skips), *everything]
 
@@ -256,3 +252,24 @@ def _flip_one(rank: int, world_size: int, folder: str) -> int:
 def test_one_bit_of_one_replica(tmp_path: Path) -> None:
     _order(tmp_path, {"id": "1", "kind": "flip", "ranks": [1]})
     assert run_ranks(_flip_one, 2, str(tmp_path)) == [0, 1]
+
+
+def test_a_paced_rank_sleeps_its_seconds_of_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(None, SMALL)
+    assembly = assemble(config, config.mesh(1), torch.device("cpu"))
+    orders = tmp_path / "orders.json"
+    assert [type(hook) for hook in ordered(str(orders), assembly, 0, 1)] == [Faults]
+    pace_file(orders).write_text(json.dumps([[9.0, 0.4], [9.0, 0.8]]))  # of rank 0 and of rank 1
+    hooks = ordered(str(orders), assembly, 1, 1)
+    assert [type(hook) for hook in hooks] == [Faults, Pace]
+    slept: list[float] = []
+    monkeypatch.setattr(pace, "sleep", slept.append)
+    batch = make_loader(config, 0, 1).read(0, 4)
+    for step in range(1, 4):
+        for hook in hooks:
+            hook.on_step_start(step)
+        train_step(assembly, batch.micro_batches, global_batch=4, lr=0.0)
+    # four micro-batches a step; the table is used in turn
+    assert slept == pytest.approx([0.2] * 4 + [0.1] * 4 + [0.2] * 4)

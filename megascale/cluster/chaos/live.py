@@ -31,7 +31,8 @@ END_S = 60.0  # from asking a driver to stop to ending it
 
 @dataclass(frozen=True)
 class JobSpec:
-    """What is run. `folder` is the run folder; `subnet`: each host in a namespace of its own."""
+    """What is run. `folder` is the run folder; `subnet`: each host in a namespace of its own;
+    `step_s`: how long a step's computation is to take (`train/pace.py`), None: its own time."""
 
     recipe: Path
     overrides: tuple[str, ...]
@@ -40,6 +41,8 @@ class JobSpec:
     procs_per_node: int
     spares: int
     subnet: str | None = None
+    step_s: float | None = None
+    seed: int = 0
 
     def arguments(self) -> dict[str, Any]:
         """For `chaos/driver.py`."""
@@ -81,9 +84,11 @@ class LiveJob:
 
     def start_driver(self) -> subprocess.Popen[bytes]:
         """Start one, as `megascale run` would be; also where one runs already."""
-        folder = self.spec.folder
+        spec, folder = self.spec, self.spec.folder
         folder.mkdir(parents=True, exist_ok=True)
         self.rig.folder.mkdir(exist_ok=True)
+        if spec.step_s is not None:
+            self.rig.set_pace(spec.nodes, spec.procs_per_node, spec.step_s, spec.seed)
         more = {FAULT_ORDERS: str(self.rig.orders)}
         if self.spec.subnet:
             more["GLOO_SOCKET_IFNAME"] = "eth0"

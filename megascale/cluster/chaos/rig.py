@@ -1,6 +1,7 @@
 """What agents of a job under test see in place of GPUs, RDMA ports and the kernel's log.
 
     RUN/chaos/orders.json           faults for the trainers (`train/faults.py`)
+    RUN/chaos/pace.json             how long each computes in each step (`train/pace.py`)
     RUN/chaos/next_agent.json       {"selfcheck_fault": "gemm"}: taken by the next agent that starts
     RUN/chaos/hosts/HOST/
         devices.json                in place of NVML (`agent/device_child.py`)
@@ -19,6 +20,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megascale.cluster.chaos.noise import paces
 
 NUM_GPUS = 2
 PORT = "mlx5_0/1"
@@ -121,6 +124,11 @@ class Rig:
     @property
     def orders(self) -> Path:
         return self.folder / "orders.json"
+
+    def set_pace(self, hosts: int, ranks_per_host: int, step_s: float, seed: int) -> None:
+        """Every rank's computation of a step takes about `step_s`, by the noise model."""
+        table = paces(hosts, ranks_per_host, step_s, seed)
+        (self.folder / "pace.json").write_text(json.dumps(table))
 
     @property
     def next_agent(self) -> Path:

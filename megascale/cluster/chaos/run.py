@@ -137,6 +137,8 @@ def _job(
             job.procs_per_node,
             job.spares,
             subnet,
+            job.step_s,
+            schedule.seed,
         )
         live = LiveJob(spec)
         try:

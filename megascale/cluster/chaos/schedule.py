@@ -8,6 +8,7 @@
     spares = 1
     set = ["data.synthetic=true"]
     duration_s = 3600           # absent: until the last fault is over
+    step_s = 0.5                # computation of a step, slept with noise; absent: its own alone
 
     [[fault]]
     kind = "kill"               # or any_of = ["kill", "sigstop"]: one of them, by the seed
@@ -66,6 +67,9 @@ class JobSection(Table):
     spares: int = Field(1, ge=0)
     set: list[str] = Field([], description="overrides of the recipe")
     duration_s: float | None = Field(None, gt=0.0, description="then the job is stopped")
+    step_s: float | None = Field(
+        None, gt=0.0, description="computation of a step: sleeps, with the noise of noise.json"
+    )
     first_step: int = Field(6, ge=1, description="before it no fault comes")
     gap_steps: int = Field(6, ge=1, description="new steps between two faults")
     within_s: float = Field(120.0, gt=0.0, description="a fault that is not over then is a miss")
@@ -155,6 +159,7 @@ class Schedule:
     name: str
     job: JobSection
     jobs: tuple[JobPlan, ...] = field(default=())
+    seed: int = 0
 
 
 def load_schedule(path: Path) -> Schedule:
@@ -168,7 +173,7 @@ def load_schedule(path: Path) -> Schedule:
     except ValidationError as error:
         lines = [f"{path}: {_place(p['loc'])}{_said(p['msg'])}" for p in error.errors()]
         raise ConfigError("\n".join(lines)) from None
-    return Schedule(path.stem, file.job, tuple(group(plan(file), file.job.set)))
+    return Schedule(path.stem, file.job, tuple(group(plan(file), file.job.set)), file.seed)
 
 
 def plan(file: ScheduleFile) -> list[Planned]:

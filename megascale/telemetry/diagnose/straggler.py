@@ -9,7 +9,7 @@ decision takes several windows in a row.
 A rank is slow where the mean of its last 3 (or of its last 10) windows is over 1 by more than FLOOR
 and than SIGMAS robust deviations of its peers, and each of the last 3 is over by half the floor.
 Ten windows find 3 % in one of 12,288 ranks, three find 10 % in one of 8; what that costs in false
-alarms is counted in the tests, by the noise of `tests/telemetry/diagnose/noise.json`.
+alarms is counted in the tests, by the noise of `cluster/chaos/noise.json`.
 
 Suffixes: S steps, R ranks.
 """

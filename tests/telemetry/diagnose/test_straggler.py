@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from megascale.cluster.chaos.noise import MODEL, Noise
 from megascale.telemetry.diagnose.straggler import (
     CONFIRM,
     WINDOW_STEPS,
@@ -16,7 +17,6 @@ from megascale.telemetry.diagnose.straggler import (
     window,
 )
 from megascale.topology import Mesh
-from tests.telemetry.diagnose.noise import MODEL, Noise
 
 LARGE = Mesh(8, 192, 8)
 

@@ -1,4 +1,7 @@
-"""Compute times of healthy ranks, seeded, by the noise model of `noise.json`."""
+"""Compute times of healthy ranks, seeded, by the noise model of `noise.json`.
+
+The paced trainers of a schedule sleep by it, and the detectors' false alarms are counted by it.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ MODEL: Mapping[str, float] = {
     for key, value in json.loads((Path(__file__).parent / "noise.json").read_text()).items()
     if key != "meaning"
 }
+
+PACED_STEPS = 4096
 
 
 class Noise:
@@ -62,3 +67,12 @@ class Noise:
     def _host_part(self, scale: float) -> NDArray[np.float64]:
         sd = self.model["step_sd"] * np.sqrt(self.model["host_share"])
         return self.rng.normal(0, sd * scale, int(self.host_R[-1]) + 1)
+
+
+def paces(hosts: int, ranks_per_host: int, step_s: float, seed: int) -> list[list[float]]:
+    """Seconds of compute of PACED_STEPS steps, `[step][rank]`, for `train/pace.py`."""
+    model = {**MODEL, "ranks_per_host": ranks_per_host}
+    noise = Noise(
+        np.zeros(hosts * ranks_per_host, np.int64), seed=seed, stage_s=step_s, model=model
+    )
+    return [[round(s, 6) for s in row] for row in noise.steps(PACED_STEPS).tolist()]
