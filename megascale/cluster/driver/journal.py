@@ -5,7 +5,8 @@ A row is an event with the actions it led to (kind = the event's class), or a wh
 newest state and the events after it, through `decide`, which is pure.
 
 A damaged file is set aside. What can be read of it goes into a new one, up to the first row that
-does not read; that rows were lost is said once, in `lost`.
+does not read; that rows were lost is said once, in `lost`. A file that cannot be written, because
+the disk is full or somebody holds it, is no damaged one: it stays as it is.
 
 Durability: WAL with synchronous=FULL. A transition is on the disk before its actions are carried
 out; a batch of events is one transaction.
@@ -41,19 +42,25 @@ _STATE = TypeAdapter(JobState)
 _ACTIONS: TypeAdapter[tuple[Action, ...]] = TypeAdapter(tuple[Action, ...])
 _EVENTS: dict[str, TypeAdapter[Any]] = {cls.__name__: TypeAdapter(cls) for cls in Event.__args__}
 Row = tuple[str, str, int, float, float, float]
+# What SQLite calls a damaged file; the last: one that is shorter than it says.
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_IOERR_SHORT_READ)
 
 
 class Journal:
-    """Of one run folder. `restore` first, `append` after; for one thread."""
+    """Of one run folder. `restore` first, `append` after; for one thread. Raises LaunchError where
+    the file cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lost = ""
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._db = self._open()
+            self._db = self._open_or_salvage()
         except sqlite3.DatabaseError as error:
-            self._db = self._salvage(str(error))
+            raise LaunchError(
+                f"{path} cannot be used ({error}); make room on its disk, see who holds the file, "
+                "and start again with the same command"
+            ) from None
         self._since_state = 0
 
     def restore(self) -> tuple[JobState, float] | None:
@@ -141,6 +148,14 @@ class Journal:
                 rows,
             )
 
+    def _open_or_salvage(self) -> sqlite3.Connection:
+        try:
+            return self._open()
+        except sqlite3.DatabaseError as error:
+            if not _is_damage(error):
+                raise
+            return self._salvage(str(error))
+
     def _open(self) -> sqlite3.Connection:
         """Raises sqlite3.DatabaseError for a file that is not whole."""
         db = sqlite3.connect(self.path, timeout=10.0, check_same_thread=False)
@@ -151,7 +166,9 @@ class Journal:
             db.commit()
             found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
             if found != "ok":
-                raise sqlite3.DatabaseError(found)
+                damage = sqlite3.DatabaseError(found)
+                damage.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+                raise damage
         except sqlite3.DatabaseError:
             db.close()
             raise
@@ -188,7 +205,12 @@ def is_unfinished(path: Path) -> bool:
             db.close()
     except sqlite3.DatabaseError:
         return True  # damaged: the driver mends it
-    return row is not None and '"do": "FinishJob"' not in row[0]
+    return row is not None and '"do": "FinishJob"' not in str(row[0])  # of a damaged one: anything
+
+
+def _is_damage(error: sqlite3.DatabaseError) -> bool:
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)  # none: text that is no text
+    return code in _DAMAGED or code & 0xFF in _DAMAGED
 
 
 def _readable_rows(path: Path) -> list[tuple[Any, ...]]:

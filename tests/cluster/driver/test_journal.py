@@ -128,6 +128,31 @@ def test_garbage_is_set_aside(tmp_path: Path) -> None:
     journal.close()
 
 
+def test_a_file_that_cannot_be_written_now_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no damaged one: set aside, a job would be lost for a disk that was full for a while."""
+    hand = full(tmp_path / "journal.sqlite", 10)
+    before = hand.path.read_bytes()
+    connect = sqlite3.connect
+    monkeypatch.setattr(
+        sqlite3, "connect", lambda path, **how: connect(path, **{**how, "timeout": 0.1})
+    )
+    other = connect(hand.path)
+    other.execute("PRAGMA locking_mode = EXCLUSIVE")
+    other.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(LaunchError, match="cannot be used .*locked.*same command"):
+        Journal(hand.path)
+    other.close()
+    assert not [*tmp_path.glob("*damaged*")]
+    assert hand.path.read_bytes() == before
+    journal = Journal(hand.path)
+    restored = journal.restore()
+    assert restored is not None
+    assert restored[0] == hand.job
+    journal.close()
+
+
 def test_a_journal_of_another_version_is_refused(tmp_path: Path) -> None:
     hand = full(tmp_path / "journal.sqlite", 10)
     with sqlite3.connect(hand.path) as db:
@@ -144,6 +169,11 @@ def test_a_journal_of_another_version_is_refused(tmp_path: Path) -> None:
 
 def test_whether_a_job_has_ended_can_be_seen_from_outside(tmp_path: Path) -> None:
     assert not is_unfinished(tmp_path / "absent.sqlite")
+    with sqlite3.connect(tmp_path / "damaged.sqlite") as db:
+        db.execute("CREATE TABLE transitions (id INTEGER PRIMARY KEY, json TEXT)")
+        db.execute("INSERT INTO transitions VALUES (1, NULL)")
+    db.close()
+    assert is_unfinished(tmp_path / "damaged.sqlite")
     hand = Journaled(tmp_path / "journal.sqlite")
     hand.train()
     hand.write()
