@@ -6,7 +6,7 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -15,6 +15,7 @@ from typing import Any
 from megascale.cluster.backends import make_backend
 from megascale.cluster.backends.base import AgentStart, Backend, FencedError
 from megascale.cluster.driver import takeover
+from megascale.cluster.driver.address import check_address
 from megascale.cluster.driver.lock import FencedDriverError
 from megascale.cluster.driver.program import Program
 from megascale.cluster.driver.runtime import Driver
@@ -22,9 +23,22 @@ from megascale.cluster.driver.server import Server, make_token
 from megascale.cluster.driver.words import Dated
 from megascale.cluster.transitions import Policy
 from megascale.config import RunConfig, load_config
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, LaunchError
 
 FOLDER = "driver"
+# What an update cannot change: the next epoch would not load the state of the one before, or it is
+# the driver's, which reads its own once.
+_FIXED = (
+    "cluster.",
+    "data.mask_end_of_document",
+    "data.packing",
+    "data.path",
+    "job.run_dir",
+    "model.",
+    "training.seed",
+    "training.seq_len",
+)
+_DROPOUTS = ("model.attention_dropout", "model.hidden_dropout")  # of the model, but may
 
 
 @dataclass(frozen=True)
@@ -91,7 +105,18 @@ def start(job: Job, backend: Backend | None = None) -> Started:
     """Lock, journal, token, server. `backend` in place of the one that `job` names (tests).
 
     A driver that comes back listens where the one before did: its agents know no other place.
+    Raises LaunchError where the run folder cannot be written.
     """
+    try:
+        return _start(job, backend)
+    except OSError as error:
+        raise LaunchError(
+            f"the run folder {job.program.run_dir} cannot be written ({error}); give another with "
+            "--set job.run_dir=FOLDER (--run-dir with --script), or make room there"
+        ) from None
+
+
+def _start(job: Job, backend: Backend | None) -> Started:
     token_file = job.folder / "token"
     server: Server | None = None
 
@@ -119,9 +144,9 @@ def start(job: Job, backend: Backend | None = None) -> Started:
             token,
             run_dir=str(job.program.run_dir),
             job_clock=lambda: driver.job_s,
-            check_update=lambda overrides: _check_update(job, overrides),
+            check_update=lambda new: _check_update(job, driver.desk.job.overrides, new),
             host=job.host,
-            port=job.port or takeover.port_before(job.folder),
+            port=_port(job, comes_back=driver.is_restart),
         )
         _remember(job, server)
         if not driver.is_restart:
@@ -138,11 +163,33 @@ def _remember(job: Job, server: Server) -> None:
     (job.folder / "address.json").write_text(text + "\n")
 
 
-def _check_update(job: Job, overrides: list[str]) -> None:
-    """Raises ConfigError for overrides that the next epoch could not start with."""
+def _port(job: Job, *, comes_back: bool) -> int:
+    """That of an ended job is taken again where it is free; it may be somebody else's by now."""
+    before = takeover.port_before(job.folder)
+    if job.port or comes_back or not before:
+        return job.port or before
+    try:
+        check_address(job.host, before)
+    except LaunchError:
+        return 0
+    return before
+
+
+def _check_update(job: Job, earlier: Sequence[str], overrides: Sequence[str]) -> None:
+    """Raises ConfigError for overrides that the next epoch could not start with.
+
+    earlier  those of the updates before
+    """
     if job.config is None or job.recipe is None:
         raise ConfigError("a script has no configuration to update; stop it and start it anew")
-    config = load_config(job.recipe, [*job.overrides, *overrides])
+    config = load_config(job.recipe, [*job.overrides, *earlier, *overrides])
     config.mesh(job.policy.num_nodes * job.policy.procs_per_node)
-    if config.job.run_dir != job.config.job.run_dir:
-        raise ConfigError("job.run_dir cannot change while the job runs")
+    old, new = (takeover.flat(one.model_dump(mode="json")) for one in (job.config, config))
+    changed = [key for key in new if old.get(key) != new[key]]
+    fixed = [key for key in changed if key.startswith(_FIXED) and key not in _DROPOUTS]
+    if fixed:
+        told = ", ".join(f"{key} ({old.get(key)!r} to {new[key]!r})" for key in fixed[:8])
+        raise ConfigError(
+            f"{told} cannot change while the job runs; [cluster] changes when the driver is ended "
+            "and started again, the rest of a run is a new run's"
+        )

@@ -40,7 +40,7 @@ def settings_of(
     host: str,
 ) -> dict[str, Any]:
     """What ranks and agents of a job depend on, flat; words: of somebody else's program."""
-    settings: dict[str, Any] = {} if config is None else _flat(config.model_dump(mode="json"))
+    settings: dict[str, Any] = {} if config is None else flat(config.model_dump(mode="json"))
     if config is None:
         settings["program"] = " ".join(words)
     settings["--backend"] = backend
@@ -102,11 +102,12 @@ def port_before(folder: Path) -> int:
         return 0
 
 
-def _flat(section: Any, prefix: str = "") -> dict[str, Any]:
+def flat(section: Any, prefix: str = "") -> dict[str, Any]:
+    """Of a nested configuration: each value by its dotted key."""
     if not isinstance(section, dict) or (prefix and not section):
         return {prefix: section}
     return {
         name: value
         for key, inner in section.items()
-        for name, value in _flat(inner, f"{prefix}.{key}" if prefix else key).items()
+        for name, value in flat(inner, f"{prefix}.{key}" if prefix else key).items()
     }

@@ -141,7 +141,7 @@ def test_a_file_that_cannot_be_written_now_is_left_as_it_is(
     other = connect(hand.path)
     other.execute("PRAGMA locking_mode = EXCLUSIVE")
     other.execute("BEGIN EXCLUSIVE")
-    with pytest.raises(LaunchError, match="cannot be used .*locked.*same command"):
+    with pytest.raises(LaunchError, match=r"cannot be used .*locked.*same command"):
         Journal(hand.path)
     other.close()
     assert not [*tmp_path.glob("*damaged*")]
