@@ -7,7 +7,7 @@ each (`tests/cluster/test_recorded_nvml.py`). Asked is by the program's own read
 (`agent/device_child.py`) and the self-check's (`selfcheck/nvml.py`), at rest and while each GPU
 multiplies matrices. Serial numbers are not kept: a GPU's UUID is replaced by its number.
 
-    {"made_by_hand": false, "device": "NVIDIA H200", "driver": "580.1", "pynvml": "13.615.71",
+    {"device": "NVIDIA H200", "driver": "580.1", "pynvml": "13.615.71",
      "moments": {"idle": [{"function": "nvmlDeviceGetName", "arguments": ["gpu 0"],
                            "answer": "NVIDIA H200"}, ...], "busy": [...]}}
 
@@ -119,7 +119,6 @@ def main() -> int:
     if given.busy_s:
         moments["busy"] = _while_busy(given.busy_s, lambda: record(pynvml))
     content = {
-        "made_by_hand": False,
         "device": str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))),
         "driver": str(pynvml.nvmlSystemGetDriverVersion()),
         "pynvml": installed_versions(("nvidia-ml-py",)).get("nvidia-ml-py"),

@@ -1,6 +1,6 @@
 """NVML as it answered on real machines: what agents and self-checks make of that.
 
-A file of `recorded_nvml/` a machine (`tools/record_nvml.py`); one that was made by hand says so.
+A file of `recorded_nvml/` a machine (`tools/record_nvml.py`).
 """
 
 from __future__ import annotations

@@ -85,6 +85,7 @@ def test_a_step_on_two_gpus_waits_for_nothing(layout: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_wait_in_a_step_would_be_an_error() -> None:
     """What the tests above rest on."""
     x = torch.ones(8, device="cuda")

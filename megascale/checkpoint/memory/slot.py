@@ -24,7 +24,9 @@ import json
 import mmap
 import os
 import struct
+import weakref
 import zlib
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -40,6 +42,10 @@ _MAGIC = b"MSSLOT\x00\x01"
 _MARK = b"complete"
 _LENGTHS = struct.Struct("<8sII")
 _CRC_CHUNK_BYTES = 1 << 26
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 @dataclass(frozen=True, order=True)
@@ -105,6 +111,7 @@ class Slot:
         self.path = path
         self._map: mmap.mmap | None = None
         self._image: Tensor | None = None
+        self._unregister: weakref.finalize[..., Slot] | None = None
 
     @property
     def image(self) -> Tensor:
@@ -151,9 +158,24 @@ class Slot:
         finally:
             os.close(descriptor)
 
+    def register(self) -> int:
+        """Let CUDA copy to here by itself. Its error code; 0: it does, until the memory goes."""
+        address = self.image.data_ptr()
+        status = int(torch.cuda.cudart().cudaHostRegister(address, len(self.image), 0))
+        if status == 0:
+            # An address that is mapped anew, registered still, would be refused.
+            self._unregister = weakref.finalize(self, _unregister, address)
+            self._unregister.atexit = False  # CUDA may be gone by then
+        else:
+            with suppress(RuntimeError):  # the runtime gives its last error to whoever comes next
+                torch.zeros(1, device="cuda")
+        return status
+
     def release(self) -> None:
         """Give the memory back."""
-        self._map = self._image = None
+        if self._unregister is not None:
+            self._unregister()
+        self._map = self._image = self._unregister = None
         self.path.unlink(missing_ok=True)
 
     # ------------------------------------------------------------ reading

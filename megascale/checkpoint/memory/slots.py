@@ -176,7 +176,7 @@ class MemorySlots:
             slot.allocate(num_bytes)
         if self._stream is not None:
             for slot in self._own:
-                _register(slot.image)
+                self._register(slot)
 
     def _free(self, slots: Sequence[Slot], owner: int) -> Slot:
         """The one to write: not complete, else the older; never `owner`'s of the last whole save,
@@ -264,6 +264,16 @@ class MemorySlots:
         body = self._body
         return Site(node, body.image_bytes, body.table_crc, newest, secrets.randbits(63))
 
+    def _register(self, slot: Slot) -> None:
+        status = slot.register()
+        if status:
+            logger.warning(
+                "memory slots of %s bytes cannot be registered with CUDA (error %s): the host "
+                "waits for each copy; raise the limit of locked memory (ulimit -l)",
+                f"{len(slot.image):,}",
+                status,
+            )
+
     def _say(self, level: int, message: str) -> None:
         if self._ranks.is_writer:
             logger.log(level, message)
@@ -282,15 +292,3 @@ def _in_thread(work: Callable[[], None]) -> Future[None]:
 
     threading.Thread(target=run, name="memory-slots", daemon=True).start()
     return future
-
-
-def _register(image: Tensor) -> None:
-    """Let the device copy to here by itself; without, copies hold the host up."""
-    status = torch.cuda.cudart().cudaHostRegister(image.data_ptr(), image.numel(), 0)
-    if int(status) != 0:
-        logger.warning(
-            "memory slots of %s bytes cannot be registered with CUDA (error %s): the host waits "
-            "for each copy; raise the limit of locked memory (ulimit -l)",
-            f"{image.numel():,}",
-            int(status),
-        )

@@ -143,6 +143,38 @@ def test_a_slot_of_another_size_is_made_anew(memory: Path) -> None:
     assert not slot.image.any()
 
 
+class _Runtime:
+    """CUDA's, as far as a slot asks it: an address that is registered still is refused."""
+
+    def __init__(self) -> None:
+        self.registered: set[int] = set()
+
+    def cudaHostRegister(self, address: int, _num_bytes: int, _flags: int) -> int:
+        if address in self.registered:
+            return 712
+        self.registered.add(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> None:
+        self.registered.remove(address)
+
+
+def test_memory_that_goes_is_not_registered_any_more(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = _Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    slot = Slot(memory / "slot")
+    slot.allocate(8192)
+    assert slot.register() == 0
+    assert len(runtime.registered) == 1
+    slot.allocate(4096)  # anew
+    assert not runtime.registered
+    assert slot.register() == 0
+    del slot
+    assert not runtime.registered
+
+
 def test_no_room_is_told_with_numbers_and_takes_nothing(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,7 +72,7 @@ def test_the_port_of_an_ended_job_may_be_somebody_elses(tmp_path: Path) -> None:
         (
             ("training.micro_batch_size=2", "training.global_batch_size=4"),
             ("training.micro_batch_size=4",),
-            "global_batch_size",
+            "batch",
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,35 @@ def test_it_is_a_fork_with_the_changes_and_what_it_raises_is_told(tmp_path: Path
     assert got["a"]["result"] == {"whose": "the worker's", "nvls": "0", "leads": True}
     got = _call([["a", 20.0, {}], ["b", 20.0, {}]], "shows", here)
     assert got["a"]["reason"] == "its process exited 1: KeyError: 'broken' (at its start)"
+
+
+def test_a_worker_whose_output_nobody_reads_does_not_go_on_as_its_caller(tmp_path: Path) -> None:
+    who = tmp_path / "who"
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from megascale.cluster.selfcheck import forked
+forked.allow()
+work = ["timeit", "-n1", "-r1", "import time; time.sleep(1.0)"]  # it prints at its end
+try:
+    worker = forked.start([sys.executable, "-m", *work], {{}})
+finally:  # what a caller tidies up is not the worker's
+    open({str(who)!r}, "a").write(f"{{os.getpid()}} ")
+worker.stdout.close()
+worker.stderr.close()
+worker.wait()
+print(os.getpid())
+"""
+    buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env=buffered,
+    ).stdout
+    assert who.read_text().split() == said.split()
 
 
 def test_a_caller_with_threads_starts_a_new_interpreter(tmp_path: Path) -> None:
