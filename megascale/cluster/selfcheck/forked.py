@@ -104,6 +104,8 @@ def _be(
     except BaseException:  # noqa: BLE001 - the process's border: its last words, for its parent
         traceback.print_exc()
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(code)  # the interpreter's end would look through all that was imported
+        try:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+        finally:  # also where nobody reads any more: a child must never go on as its caller
+            os._exit(code)  # the interpreter's end would look through all that was imported
