@@ -19,7 +19,7 @@ from megascale.cluster.driver.ports import Ports
 from megascale.cluster.driver.program import Groups, Program
 from megascale.cluster.driver.replicas import Replicas
 from megascale.cluster.job import JobState
-from megascale.cluster.messages import Noticed
+from megascale.cluster.messages import Noticed, RankReport
 from megascale.cluster.transitions import Event, Found, HangSuspected
 from megascale.telemetry.diagnose.finding import Finding
 from megascale.telemetry.diagnose.hang import RankView, localise
@@ -37,9 +37,19 @@ def localise_hang(
     suspects: tuple[int, ...],
     now_s: float,
 ) -> Finding:
-    """Who holds the others up; the suspects themselves where nothing tells them apart."""
+    """Who holds the others up; the suspects themselves where nothing tells them apart. Ranks that
+    ended well hold up nobody: the others are compared without them."""
+    over = {rank for rank, seen in digest.ranks.items() if _ended_well(seen.report)}
+    if len(over) == len(digest.ranks):
+        over = set()
+    groups = {
+        name: [tuple(rank for rank in members if rank not in over) for members in instances]
+        for name, instances in groups.items()
+    }
     views = {}
     for rank, seen in digest.ranks.items():
+        if rank in over:
+            continue
         report, progress = seen.report, seen.report.progress
         view = RankView(
             epoch=report.epoch,
@@ -62,6 +72,13 @@ def localise_hang(
         views[rank] = view
     finding = localise(views, groups, dict(stacks))
     return finding if finding.ranks else replace(finding, ranks=suspects, certain=False)
+
+
+def _ended_well(report: RankReport) -> bool:
+    """With code 0 after its last step; one that left the others in the middle did not."""
+    progress = report.progress
+    is_done = progress is not None and progress.phase == "done"
+    return report.state == "exited" and report.exit_code == 0 and is_done
 
 
 class Detectors:

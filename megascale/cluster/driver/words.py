@@ -135,7 +135,7 @@ class Words:
                 is_checked = any(isinstance(action, SelfCheck) for action in decision.actions)
                 if is_checked:
                     yield True, f"{node} joined and checks itself"
-                else:
+                elif decision.reason:
                     yield True, decision.reason.partition(";")[0]
             case CheckDone(node=node, ok=True):
                 yield True, f"{node} passed its self-check"

@@ -263,6 +263,23 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     assert (finding.kind, finding.ranks, finding.certain) == ("hang", (2,), True)
 
 
+@pytest.mark.parametrize(
+    ("phase", "named"),
+    [("done", (3,)), ("forward", (0, 1, 2))],
+)
+def test_ranks_that_ended_well_hold_up_nobody(
+    tmp_path: Path, phase: str, named: tuple[int, ...]
+) -> None:
+    """The last one hangs in its last save. Those that end in the middle are another thing."""
+    digest, state = Digest(), job()
+    over: Any = {"phase": phase, "state": "exited", "exit_code": 0}
+    last = report(3, 9, phase="checkpoint", age_s=700.0)
+    events(digest, state, 1.0, beat("n0", report(0, 9, **over), report(1, 9, **over)))
+    events(digest, state, 1.0, beat("n1", report(2, 9, **over), last))
+    finding = localise_hang(digest, program(tmp_path).groups(4), {}, (3,), 2.0)
+    assert finding.ranks == named
+
+
 def test_a_slow_rank_is_a_straggler_after_some_windows(tmp_path: Path) -> None:
     state = job(straggler_window=5, straggler_windows=3, straggler_share=0.05)
     digest, detectors = Digest(), Detectors(program(tmp_path))

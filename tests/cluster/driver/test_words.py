@@ -96,6 +96,13 @@ def test_a_hang_is_told_when_it_is_suspected_and_when_it_is_named() -> None:
     ]
 
 
+def test_an_agent_that_comes_back_to_a_new_driver_is_no_empty_line() -> None:
+    told = Told(training(spares=1))
+    node = told.job.nodes["s0"]
+    told.go(NodeJoined("s0", node.incarnation, node.host, node.ip))
+    assert told.lines == []
+
+
 def test_nodes_that_fall_silent_or_leave() -> None:
     told = Told(training(spares=1))
     told.go(NodeSilent("n1", 3.0))
