@@ -134,12 +134,13 @@ def parse_options(section: type[Options], backend: str, values: Mapping[str, Any
     try:
         return section.model_validate(dict(values))
     except ValidationError as error:
-        lines = [
-            ".".join(map(str, (backend, *problem["loc"])))
-            + ": "
-            + problem["msg"].removeprefix("Value error, ")
-            for problem in error.errors()
-        ]
+        lines = []
+        for problem in error.errors():
+            key = ".".join(map(str, problem["loc"]))
+            told = problem["msg"].removeprefix("Value error, ")
+            if problem["type"] == "missing":
+                told = f"not set; give --backend-set {key}=VALUE"
+            lines.append(f"{backend}.{key}: {told}" if key else f"{backend}: {told}")
         raise LaunchError("\n".join(lines)) from None
 
 

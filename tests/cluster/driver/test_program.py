@@ -106,7 +106,7 @@ RECIPE = "recipes/first-run.toml"
         ((RECIPE,), {"backend_options": ["hosts=0"]}, r"local\.hosts: "),
         ((RECIPE,), {"backend_options": ["hosts=1"]}, "2 nodes on 1 hosts"),
         ((RECIPE,), {"backend": "slurm"}, "sbatch, squeue, sinfo not found"),
-        ((RECIPE,), {"backend": "kubernetes"}, r"kubernetes\.image: "),
+        ((RECIPE,), {"backend": "kubernetes"}, r"kubernetes\.image: not set; give --ba"),
         ((RECIPE,), {"host": "192.0.2.1"}, "cannot listen on 192.0.2.1 port 0"),
     ],
 )
