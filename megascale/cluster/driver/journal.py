@@ -68,12 +68,21 @@ class Journal:
 
         Raises LaunchError for a journal of another version.
         """
+        try:
+            return self._restored()
+        except (sqlite3.DatabaseError, json.JSONDecodeError) as error:  # a row that is no text
+            self._db.close()
+            self._db = self._salvage(str(error)[:200])
+            return self._restored()
+
+    def _restored(self) -> tuple[JobState, float] | None:
         newest = self._db.execute(
             "SELECT id, json, job_s FROM transitions WHERE kind = 'state' ORDER BY id DESC LIMIT 1"
         ).fetchone()
         if newest is None:
             return None
         try:
+            json.loads(newest[1])  # what is no JSON is damage, what is no state another version
             job, job_s = _STATE.validate_json(newest[1]), float(newest[2])
             rows = self._db.execute(
                 "SELECT kind, json, job_s FROM transitions WHERE id > ? ORDER BY id", (newest[0],)
@@ -81,6 +90,8 @@ class Journal:
             for kind, text, job_s in rows:
                 event = _EVENTS[kind].validate_python(json.loads(text)["event"])
                 job = decide(job, event, job_s).job
+        except json.JSONDecodeError:
+            raise
         except (ValidationError, KeyError, ValueError) as error:
             raise LaunchError(
                 f"{self.path} is no journal of this version ({error}); resume the run with the "

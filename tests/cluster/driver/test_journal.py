@@ -153,6 +153,28 @@ def test_a_file_that_cannot_be_written_now_is_left_as_it_is(
     journal.close()
 
 
+@pytest.mark.parametrize("kind", ["StepReached", "state"])
+@pytest.mark.parametrize("garbage", [b"\x01\x00", b"\xff\xfe"])
+def test_a_row_that_is_no_text_is_damage(tmp_path: Path, kind: str, garbage: bytes) -> None:
+    """SQLite keeps no sums of its pages: it opens such a file."""
+    hand = full(tmp_path / "journal.sqlite", 120)
+    with sqlite3.connect(hand.path) as db:
+        (number,) = db.execute("SELECT max(id) FROM transitions WHERE kind = ?", (kind,)).fetchone()
+        db.execute(
+            "UPDATE transitions SET json = CAST(? AS TEXT) WHERE id = ?", (b"{" + garbage, number)
+        )
+    db.close()
+    journal = Journal(hand.path)
+    restored = journal.restore()
+    assert restored is not None
+    assert restored[0].epoch <= hand.job.epoch
+    assert f"{number - 1} transitions were read" in journal.lost
+    journal.close()
+    again = Journal(hand.path)
+    assert again.restore() == restored
+    again.close()
+
+
 def test_a_journal_of_another_version_is_refused(tmp_path: Path) -> None:
     hand = full(tmp_path / "journal.sqlite", 10)
     with sqlite3.connect(hand.path) as db:
