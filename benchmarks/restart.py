@@ -26,19 +26,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
+from benchmarks.endless import SETTINGS
 from megascale.cluster.agent.proc import send
 from megascale.cluster.chaos.live import JobSpec, LiveJob
 from megascale.errors import LaunchError
 
-SETTINGS = (
-    "data.synthetic=true",
-    "data.path=''",
-    "model.vocab_size=512",
-    "training.steps=1000000",
-    "validation.interval=0",
-    "metrics.log_interval=1",
-    "metrics.tensorboard=false",
-)
 NUM_RANKS = 4
 STEPS_BETWEEN = 30
 PATIENCE_S = 120.0
