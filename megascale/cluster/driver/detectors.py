@@ -28,6 +28,7 @@ from megascale.telemetry.diagnose.numerics import loss_spike, nonfinite
 from megascale.telemetry.diagnose.straggler import Window, stragglers, window
 
 KEPT_WINDOWS = 10
+_LASTING = ("slow_rank", "late_launch")  # found in each window that it lasts for, and only told
 
 
 def localise_hang(
@@ -102,7 +103,8 @@ class Detectors:
         self._launches.begin()
 
     def look(self, digest: Digest, job: JobState) -> Iterator[Event]:
-        """What is new. A finding of one kind, step and ranks is said once."""
+        """What is new. A finding of one kind, step and ranks is said once; one that lasts, once
+        an epoch."""
         yield from self.hear(digest, job)
         groups = self._program.groups(job.world_size)
         found = [
@@ -128,7 +130,8 @@ class Detectors:
 
     def _new(self, findings: list[Finding]) -> Iterator[Event]:
         for finding in findings:
-            what = (finding.kind, finding.step, finding.ranks)
+            step = None if finding.kind in _LASTING else finding.step
+            what = (finding.kind, step, finding.ranks)
             if what not in self._said:
                 self._said.add(what)
                 yield Found(finding)
