@@ -17,6 +17,7 @@ from megascale.cluster.driver.launches import Launches
 from megascale.cluster.driver.losses import Losses
 from megascale.cluster.driver.ports import Ports
 from megascale.cluster.driver.program import Groups, Program
+from megascale.cluster.driver.reading import Readings
 from megascale.cluster.driver.replicas import Replicas
 from megascale.cluster.job import JobState
 from megascale.cluster.messages import Noticed, RankReport
@@ -85,11 +86,11 @@ def _ended_well(report: RankReport) -> bool:
 class Detectors:
     """Remembers, within an epoch, what was handed over and what was said already."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, readings: Readings) -> None:
         self._program = program
         self._ports = Ports()
-        self._launches = Launches(program.run_dir / "telemetry")
-        self._losses = Losses(program.run_dir / "metrics.jsonl")
+        self._launches = Launches(program.run_dir / "telemetry", readings)
+        self._losses = Losses(program.run_dir / "metrics.jsonl", readings)
         self._begin(None)
 
     def _begin(self, epoch: int | None) -> None:
@@ -98,9 +99,9 @@ class Detectors:
         self._next_step: int | None = None
         self._said: set[tuple[str, int | None, tuple[int, ...]]] = set()
         self._replicas = Replicas()
-        self._losses.skip()
+        self._losses.begin(epoch)
         self._ports.begin()
-        self._launches.begin()
+        self._launches.begin(epoch)
 
     def look(self, digest: Digest, job: JobState) -> Iterator[Event]:
         """What is new. A finding of one kind, step and ranks is said once; one that lasts, once
@@ -188,10 +189,13 @@ class Detectors:
     def _late(self, digest: Digest, groups: Groups, job: JobState) -> Iterator[Finding]:
         """Once a window: told and no more, it has no rung."""
         window_steps = job.policy.cluster.straggler_window
-        if digest.step is None or digest.step < self._launches.looked_at + window_steps:
+        if digest.step is None:
             return
-        nodes = [tuple(job.ranks_of(job.nodes[name])) for name in job.holders.values()]
-        found = late_launchers(self._launches.look(digest.step, groups, nodes), digest.step)
+        if digest.step >= self._launches.looked_at + window_steps:
+            nodes = [tuple(job.ranks_of(job.nodes[name])) for name in job.holders.values()]
+            self._launches.ask(digest.step, groups, nodes)
+        launches = self._launches.take()
+        found = late_launchers(launches, self._launches.looked_at) if launches else None
         if found is not None:
             yield replace(found, certain=False)
 

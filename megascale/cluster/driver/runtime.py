@@ -27,6 +27,7 @@ from megascale.cluster.driver.first_rank import FirstRank
 from megascale.cluster.driver.journal import Journal
 from megascale.cluster.driver.lock import DriverLock, FencedDriverError
 from megascale.cluster.driver.program import Program
+from megascale.cluster.driver.reading import Readings
 from megascale.cluster.driver.readoption import Readoption
 from megascale.cluster.driver.refusals import RefusedError
 from megascale.cluster.driver.results import event_of
@@ -85,9 +86,11 @@ class Driver:
         self.desk = Desk(self.job)
         self._make_backend, self._program = backend, program
         self._start = decision
-        self._digest, self._watch = Digest(), Watch(program)
+        readings = Readings()
+        self._digest, self._watch = Digest(), Watch(program, readings)
         self._words = Words()
-        self._first_rank = FirstRank(program.run_dir, is_recipe=program.argv is None)
+        is_recipe = program.argv is None
+        self._first_rank = FirstRank(program.run_dir, readings, is_recipe=is_recipe)
 
     @property
     def job_s(self) -> float:
@@ -129,7 +132,7 @@ class Driver:
                     self._each_second(now_s)
             give_back = True
             self._say_goodbye()
-            self._first_rank.look(time.monotonic(), None)
+            self._first_rank.end()
             finished = self._hands.finished
             (_log.info if finished.ok else _log.error)("%s", finished.report)
             return finished.exit_code

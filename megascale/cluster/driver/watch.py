@@ -14,6 +14,7 @@ from megascale.cluster.driver import detectors
 from megascale.cluster.driver.digest import Digest
 from megascale.cluster.driver.program import Program
 from megascale.cluster.driver.progress import find_stall
+from megascale.cluster.driver.reading import Readings
 from megascale.cluster.job import JobState
 from megascale.cluster.messages import Command, Result
 from megascale.cluster.transitions import Event, Found, HangSuspected
@@ -34,10 +35,10 @@ class _Look:
 class Watch:
     """One a driver."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, readings: Readings) -> None:
         self._program = program
         self._look: _Look | None = None
-        self._detectors = detectors.Detectors(program)
+        self._detectors = detectors.Detectors(program, readings)
 
     def look(self, digest: Digest, job: JobState, now_s: float) -> Iterator[Event]:
         if job.phase not in ("starting", "training") or digest.epoch != job.ranks_epoch:

@@ -21,7 +21,7 @@ from megascale.events import Span, to_line
 from megascale.telemetry.diagnose import DETECTORS
 from megascale.telemetry.diagnose.hang import mesh_groups
 from megascale.topology import Mesh
-from tests.cluster.driver.jobs import ByHand
+from tests.cluster.driver.jobs import ByHand, at_once
 from tests.cluster.driver.test_digest import beat, events, report
 from tests.cluster.driver.test_ladder import evicted, training
 
@@ -46,7 +46,7 @@ class Live:
     def __init__(self, folder: Path, **changes: Any) -> None:
         groups = mesh_groups(Mesh(2, NODES, 1))
         self.hand: ByHand = training(NODES, spares=1, **changes)
-        self.detectors = Detectors(Program(folder, (), groups=lambda _world: groups))
+        self.detectors = Detectors(Program(folder, (), groups=lambda _world: groups), at_once())
         self.digest, self.second, self.step = Digest(), 0, 5
         self.seen: list[Event] = []
 
@@ -285,7 +285,9 @@ def test_clocks_of_nodes_decide_nothing(tmp_path: Path) -> None:
 
     def told(clock_ns: Callable[[int], int]) -> list[Event]:
         digest, state = Digest(), training().job
-        detectors = Detectors(Program(tmp_path, (), groups=lambda _: mesh_groups(Mesh(2, 2, 1))))
+        detectors = Detectors(
+            Program(tmp_path, (), groups=lambda _: mesh_groups(Mesh(2, 2, 1))), at_once()
+        )
         seen: list[Event] = []
         for second in range(1, 30):
             for node in range(2):

@@ -27,7 +27,7 @@ from megascale.cluster.transitions import (
 from megascale.config.cluster import ClusterConfig
 from megascale.telemetry.diagnose.hang import mesh_groups
 from megascale.topology import Mesh
-from tests.cluster.driver.jobs import ByHand, policy
+from tests.cluster.driver.jobs import ByHand, at_once, policy
 
 
 def job(**changes: Any) -> JobState:
@@ -282,7 +282,7 @@ def test_ranks_that_ended_well_hold_up_nobody(
 
 def test_a_slow_rank_is_a_straggler_after_some_windows(tmp_path: Path) -> None:
     state = job(straggler_window=5, straggler_windows=3, straggler_share=0.05)
-    digest, detectors = Digest(), Detectors(program(tmp_path))
+    digest, detectors = Digest(), Detectors(program(tmp_path), at_once())
     seen: list[tuple[str, Any, bool]] = []
     for step in range(1, 40):
         beats = []
@@ -311,7 +311,7 @@ def test_a_slow_rank_is_a_straggler_after_some_windows(tmp_path: Path) -> None:
 
 
 def test_digests_of_replicas_name_the_minority(tmp_path: Path) -> None:
-    state, digest, detectors = job(), Digest(), Detectors(program(tmp_path))
+    state, digest, detectors = job(), Digest(), Detectors(program(tmp_path), at_once())
     found(detectors, digest, state)
     for rank in range(4):
         noticed = {
@@ -325,7 +325,7 @@ def test_digests_of_replicas_name_the_minority(tmp_path: Path) -> None:
 
 
 def test_what_is_not_finite_is_told_but_left_to_the_trainer(tmp_path: Path) -> None:
-    state, digest, detectors = job(), Digest(), Detectors(program(tmp_path))
+    state, digest, detectors = job(), Digest(), Detectors(program(tmp_path), at_once())
     found(detectors, digest, state)
     noticed = [{"name": "nonfinite", "step": 6, "detail": {"parameter": "w"}}]
     events(digest, state, 1.0, *both(7, noticed=noticed))
@@ -337,7 +337,7 @@ def test_a_spike_of_the_loss(tmp_path: Path, least: float, told: list[Any]) -> N
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 1, "loss": 99.0}\n')
     state = job(loss_spike=least)
-    digest, detectors = Digest(), Detectors(program(tmp_path))
+    digest, detectors = Digest(), Detectors(program(tmp_path), at_once())
     assert found(detectors, digest, state) == []
     losses = [4.0 + 0.01 * (step % 5) for step in range(40)] + [9.0] * 3
     with metrics.open("a") as file:

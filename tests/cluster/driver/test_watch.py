@@ -16,6 +16,7 @@ from megascale.cluster.transitions import CheckDone, Found, HangSuspected, RankE
 from megascale.telemetry.diagnose.finding import Finding
 from megascale.telemetry.diagnose.hang import mesh_groups
 from megascale.topology import Mesh
+from tests.cluster.driver.jobs import at_once
 from tests.cluster.driver.test_digest import beat, both, events, job, report
 from tests.cluster.driver.test_ladder import evicted, training
 
@@ -38,7 +39,7 @@ def _result(node: str, sequence: int, stacks: dict[str, Any]) -> tuple[Result, C
 def test_dumps_that_come_before_the_next_look_are_read(tmp_path: Path) -> None:
     """An idle machine dumps in less than the second between two looks."""
     groups = mesh_groups(Mesh(2, 2, 1))
-    watch = Watch(Program(tmp_path, (), groups=lambda _: groups))
+    watch = Watch(Program(tmp_path, (), groups=lambda _: groups), at_once())
     digest, state = Digest(), job(step_deadline_s=10.0)
     events(digest, state, 1.0, *both(4))
     events(digest, state, 20.0, *both(5, phase="optimizer", age_s=11.0))
@@ -55,7 +56,7 @@ def test_dumps_that_come_before_the_next_look_are_read(tmp_path: Path) -> None:
 def test_whose_bits_differ_is_heard_while_the_ranks_stop(tmp_path: Path) -> None:
     """All of them raise right behind the comparison; the first exit must not decide."""
     groups = mesh_groups(Mesh(1, 4, 1))
-    watch = Watch(Program(tmp_path, (), groups=lambda _: groups))
+    watch = Watch(Program(tmp_path, (), groups=lambda _: groups), at_once())
     hand = training(spares=1)
     digest = Digest()
     for node in range(2):
@@ -103,7 +104,7 @@ def test_of_two_replicas_the_replay_tells_which_is_bad() -> None:
 def test_a_rank_that_is_stopped_in_a_save_is_suspected_after_a_steps_deadline(
     tmp_path: Path,
 ) -> None:
-    watch = Watch(Program(tmp_path, (), groups=lambda _: mesh_groups(Mesh(2, 2, 1))))
+    watch = Watch(Program(tmp_path, (), groups=lambda _: mesh_groups(Mesh(2, 2, 1))), at_once())
     digest, state = Digest(), job(step_deadline_s=10.0)
     events(digest, state, 1.0, *both(4))
     events(digest, state, 12.0, *both(5, phase="checkpoint", age_s=11.0))

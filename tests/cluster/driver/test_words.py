@@ -27,7 +27,7 @@ from megascale.cluster.transitions import (
     StepReached,
 )
 from megascale.telemetry.diagnose.finding import Finding
-from tests.cluster.driver.jobs import ByHand, policy
+from tests.cluster.driver.jobs import ByHand, at_once, policy
 from tests.cluster.driver.test_ladder import training
 
 
@@ -176,7 +176,7 @@ def test_steps_of_rank_0_are_shown_and_tracebacks_are_not(
 ) -> None:
     caplog.set_level(logging.INFO)
     write(tmp_path, "step: 9  loss: 9.9\n")  # of a run before
-    rank = FirstRank(tmp_path, is_recipe=True)
+    rank = FirstRank(tmp_path, at_once(), is_recipe=True)
     write(tmp_path, "[agent] rank 0 starts in epoch 1\n[rank0] resumed from memory at step 41\nst")
     rank.look(1.0, None)
     assert shown(caplog) == ["resumed from memory at step 41"]
@@ -189,7 +189,7 @@ def test_a_program_of_ones_own_is_shown_as_it_speaks_and_no_flood(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    rank = FirstRank(tmp_path, is_recipe=False)
+    rank = FirstRank(tmp_path, at_once(), is_recipe=False)
     write(tmp_path, "epoch 3, all is well\n" + "x\n" * 99)
     rank.look(1.0, None)
     lines = shown(caplog)
@@ -202,7 +202,7 @@ def test_where_rank_0_is_quiet_the_step_is_shown(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    rank = FirstRank(tmp_path, is_recipe=True)
+    rank = FirstRank(tmp_path, at_once(), is_recipe=True)
     for second in range(100):
         rank.look(float(second), 10 + second)
     assert shown(caplog) == ["step: 40", "step: 70", "step: 100"]
