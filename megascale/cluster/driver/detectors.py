@@ -91,16 +91,16 @@ class Detectors:
         self._ports = Ports()
         self._launches = Launches(program.run_dir / "telemetry", readings)
         self._losses = Losses(program.run_dir / "metrics.jsonl", readings)
-        self._begin(None)
+        self._begin(None, None)
 
-    def _begin(self, epoch: int | None) -> None:
+    def _begin(self, epoch: int | None, job: JobState | None) -> None:
         self._epoch = epoch
         self._windows: deque[Window] = deque(maxlen=KEPT_WINDOWS)
         self._next_step: int | None = None
         self._said: set[tuple[str, int | None, tuple[int, ...]]] = set()
         self._replicas = Replicas()
         self._losses.begin(epoch)
-        self._ports.begin()
+        self._ports.begin(job)
         self._launches.begin(epoch)
 
     def look(self, digest: Digest, job: JobState) -> Iterator[Event]:
@@ -125,7 +125,7 @@ class Detectors:
         """Of what the trainers told of themselves. Also while they stop: some end right behind it,
         and what they told says who is to blame for that."""
         if digest.epoch != self._epoch:
-            self._begin(digest.epoch)
+            self._begin(digest.epoch, job)
         groups = self._program.groups(job.world_size)
         yield from self._new([*self._noticed(digest.take_noticed(), groups, job)])
 

@@ -28,9 +28,9 @@ class Ports:
         self._first: dict[str, dict[str, dict[str, int]]] = {}
         self._first_s: float | None = None
 
-    def begin(self) -> None:
+    def begin(self, job: JobState | None) -> None:
         """Another epoch."""
-        self._traffic.begin()
+        self._traffic.begin(None if job is None else (job.world_size, job.overrides))
 
     def look(self, digest: Digest, job: JobState) -> Iterator[Finding]:
         reports, now_s, step = digest.take_nics(), digest.heard_s, digest.step

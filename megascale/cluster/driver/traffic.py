@@ -14,7 +14,7 @@ save or validate, and that time is no pause.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,15 +52,25 @@ class _Episode:
 
 
 class Traffic:
-    """One look a second is enough. `begin` with each epoch."""
+    """One look a second is enough. `begin` with each epoch.
+
+    Rows of an epoch are compared with those of the one before, unless a step is another one now.
+    """
 
     def __init__(self) -> None:
+        self._begin_rows(None)
+        self.begin(None)
+
+    def _begin_rows(self, of: Hashable) -> None:
+        self._of = of
         self._rows: deque[dict[Key, float]] = deque(maxlen=KEPT_ROWS)
         self._episodes: dict[tuple[str, str], _Episode] = {}  # by kind and node
         self._usual: dict[Key, float] = {}
-        self.begin()
 
-    def begin(self) -> None:
+    def begin(self, of: Hashable) -> None:
+        """of: what bytes a step depend on, the world's size and the job's settings."""
+        if of != self._of:
+            self._begin_rows(of)
         self._moments: deque[tuple[float, dict[Key, int]]] = deque(maxlen=MOMENTS)
         self._active_s = 0.0
         self._looked_s: float | None = None
@@ -142,6 +152,8 @@ class Traffic:
             return False
         now = {key: n for key, (at_s, n) in self._newest.items() if now_s - at_s <= FRESH_S}
         self._row = (now_s, step, now)
+        if not before:
+            return False
         self._rows.append(
             {
                 key: (count - before[key]) / (step - row_step)
@@ -149,7 +161,7 @@ class Traffic:
                 if count >= before.get(key, count + 1)
             }
         )
-        return bool(before)
+        return True
 
     def _changed(self, ranks_of: Mapping[str, Sequence[int]], step: int) -> list[Finding]:
         keys = sorted({key for row in self._rows for key in row if key[0] in ranks_of})
