@@ -14,7 +14,7 @@ from statistics import median
 
 from megascale.cluster.driver.hardware import Hardware
 from megascale.cluster.driver.progress import SAVING, RankAge
-from megascale.cluster.job import JobState
+from megascale.cluster.job import OVER, JobState
 from megascale.cluster.messages import Heartbeat, NicReport, Noticed, RankReport
 from megascale.cluster.transitions import (
     Event,
@@ -69,6 +69,8 @@ class Digest:
         self.heard_s = max(self.heard_s, at_s)
         if job.ranks_epoch != self.epoch:
             self._begin(job.ranks_epoch)
+            here = {node.name for node in job.nodes.values() if node.state not in OVER}
+            self._hardware.forget_all_but(here)
         node = job.nodes.get(heartbeat.node)
         if node is not None and node.state == "suspect":
             yield NodeHeard(heartbeat.node)

@@ -7,7 +7,7 @@ certain: a link that went down once, a line of the kernel's log about one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
 from megascale.cluster.driver.links import Links
@@ -55,6 +55,9 @@ class Hardware:
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, str], _Memory] = {}
+
+    def forget_all_but(self, nodes: Set[str]) -> None:
+        self._memory = {key: of for key, of in self._memory.items() if key[0] in nodes}
 
     def look(self, heartbeat: Heartbeat, at_s: float) -> Iterator[HardwareSeen | Found]:
         if not (heartbeat.devices or heartbeat.nics or heartbeat.ranks or heartbeat.log):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from megascale.cluster.driver.digest import Digest
@@ -34,11 +34,12 @@ class Ports:
 
     def look(self, digest: Digest, job: JobState) -> Iterator[Finding]:
         reports, now_s, step = digest.take_nics(), digest.heard_s, digest.step
-        told = [self._take(node, nics, now_s) for node, nics in reports.items()]
+        here = {node.name for node in job.nodes.values() if node.state not in OVER}
+        self._forget_all_but(here)
+        told = [self._take(node, nics, now_s) for node, nics in reports.items() if node in here]
         ranks_of = {name: list(job.ranks_of(job.nodes[name])) for name in job.holders.values()}
         if any(told):  # spares' too: they are compared, and say what is usual
-            here = {node.name for node in job.nodes.values() if node.state not in OVER}
-            settings = {node: of for node, of in self._settings.items() if node in here}
+            settings = self._settings
             for found in (differing_settings(settings, ranks_of), dark_optics(settings, ranks_of)):
                 if found is not None:
                     yield found
@@ -58,6 +59,11 @@ class Ports:
         cluster = job.policy.cluster
         lasting = cluster.straggler_windows * cluster.straggler_window
         yield from self._traffic.changes(ranks_of, now_s, step, lasting)
+
+    def _forget_all_but(self, here: Set[str]) -> None:
+        for of in (self._settings, self._counted, self._first):
+            for node in of.keys() - here:
+                of.pop(node)
 
     def _take(self, node: str, nics: Sequence[NicReport], now_s: float) -> bool:
         """True where settings are new."""

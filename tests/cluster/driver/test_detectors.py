@@ -237,6 +237,20 @@ def test_settings_that_came_before_the_first_look_are_not_lost(tmp_path: Path) -
     assert live.kinds() == [("nic_settings", (2, 3), True)]
 
 
+def test_nothing_is_kept_of_nodes_that_left(tmp_path: Path) -> None:
+    live = Live(tmp_path)
+    live.beat(count=_steady, settings=_settings)
+    events(live.digest, live.hand.job, 1.0, beat("s0", nics=[{"name": "mlx5_0/1", "up": True}]))
+    live.hand.go(NodeGone("n1"))
+    live.hand.stopped()
+    events(live.digest, live.hand.job, 2.0, beat("n0", report(0, 6, epoch=2)))
+    live.beat(count=_steady, silent=1)
+    ports = live.detectors._ports
+    assert {*ports._settings} == {*ports._first} == {"n0", "n2"}
+    assert {*ports._counted} == {"n0", "n2", "s0"}
+    assert {node for node, _ in live.digest._hardware._memory} == {"n0", "n2", "s0"}
+
+
 def test_errors_and_light_of_a_port_are_alerts(tmp_path: Path) -> None:
     live = Live(tmp_path)
 
