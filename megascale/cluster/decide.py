@@ -166,16 +166,22 @@ def _give_up_waiting(turn: Turn) -> None:
 
 
 def _driver_restarted(turn: Turn, event: DriverRestarted) -> None:
-    """The epoch rises, so that the driver before is refused; ranks train on."""
+    """The epoch rises, so that the driver before is refused; ranks train on. What is waited for
+    is waited for anew: nobody could come while no driver was there."""
     job = turn.job
     turn.set(
         epoch=job.epoch + 1,
         policy=event.policy,
         wanted=0,
         starved_s=None,
+        waiting_s=None if job.waiting_s is None else turn.now_s,
         num_drivers=job.num_drivers + 1,
         readopted=None,
     )
+    for node in job.nodes.values():
+        if node.until_s is not None:
+            patience_s = event.policy.cluster.init_deadline_s
+            turn.node(node.name, until_s=turn.now_s + patience_s)
     turn.say("the driver started again")
     if job.suspicion is not None:
         turn.close(job.suspicion.incident, "the driver started again")

@@ -56,6 +56,9 @@ def _start(turn: Turn, count: int) -> None:
         node_rank = node_ranks.get(node.name)
         state: NodeState = "spare" if node_rank is None else "active"
         nodes[node.name] = replace(node, state=state, node_rank=node_rank, until_s=None)
+    for node in job.in_state("suspect"):  # its ranks are others' now; it is a spare where it comes
+        before: NodeState | None = "spare" if node.before == "active" else node.before
+        nodes[node.name] = replace(node, node_rank=None, before=before)
     epoch = job.epoch + 1
     cause = recovery.cause if recovery else ""
     restarts = {**job.restarts, cause: job.restarts.get(cause, 0) + 1} if recovery else job.restarts

@@ -144,6 +144,22 @@ def test_shrink_without_a_machine_and_grow_back_at_a_saved_state() -> None:
     assert hand.job.restarts == {"node_gone": 1, "grow": 1}
 
 
+def test_the_place_of_a_node_that_is_silent_at_a_start_is_anothers() -> None:
+    """Two nodes held one node rank, and the next start broke the driver."""
+    hand = ByHand(policy(4))
+    hand.train()
+    hand.go(NodeGone("n0"))
+    hand.stopped()
+    hand.go(NodeSilent("n1", 4.0))
+    hand.go(Allocated(hand.job.wanted, ()))
+    assert hand.phase() == "starting"
+    assert hand.job.holders == {0: "n2", 1: "n3"} == hand.places()
+    hand.steps(9)
+    hand.go(NodeHeard("n1"))
+    assert hand.state("n1") == "spare"
+    assert hand.phase() == "stopping", "it grows again"
+
+
 def test_no_shrink_where_it_is_not_wanted_and_a_late_machine_helps() -> None:
     hand = training(2, shrink=False)
     hand.go(NodeGone("n1"))
@@ -283,6 +299,29 @@ def test_a_new_driver_gives_the_orders_again_that_may_be_lost() -> None:
     hand.stopped()
     assert hand.phase() == "starting"
     assert hand.job.epoch == 6
+
+
+def test_the_time_without_a_driver_counts_against_nobody() -> None:
+    """A job that waited for its machines ended at the first tick of the next driver."""
+    hand = ByHand(policy(2))
+    patience_s = hand.job.policy.cluster.init_deadline_s
+    hand.go(Allocated(2, ("n0", "n1")))
+    hand.go(NodeJoined("n0", "i-n0", "host-n0", "ip"))
+    hand.go(DriverRestarted(hand.job.policy), after_s=3 * patience_s)
+    hand.go(Tick())
+    assert (hand.phase(), hand.state("n0"), hand.state("n1")) == ("checking", "checking", "joining")
+    hand.join("n0", "n1")
+    assert hand.phase() == "starting"
+
+
+def test_a_new_driver_waits_as_long_as_the_first() -> None:
+    hand = ByHand(policy(2))
+    patience_s = hand.job.policy.cluster.init_deadline_s
+    restarted(hand)
+    hand.go(Tick(), after_s=patience_s - 1.0)
+    assert hand.phase() == "allocating"
+    hand.go(Tick())
+    assert hand.the(FinishJob).report.startswith("0 of 2 nodes were ready")
 
 
 def test_an_agent_that_starts_anew_costs_its_ranks_but_not_its_node() -> None:
