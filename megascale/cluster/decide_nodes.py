@@ -87,6 +87,7 @@ def node_heard(turn: Turn, event: NodeHeard) -> None:
         _back(turn, node)
         recovery.relaunch_if_checked(turn)
         launch(turn)
+        recovery.grow(turn)
 
 
 def node_silent(turn: Turn, event: NodeSilent) -> None:
