@@ -26,19 +26,6 @@ from megascale.config import RunConfig, load_config
 from megascale.errors import ConfigError, LaunchError
 
 FOLDER = "driver"
-# What an update cannot change: the next epoch would not load the state of the one before, or it is
-# the driver's, which reads its own once.
-_FIXED = (
-    "cluster.",
-    "data.mask_end_of_document",
-    "data.packing",
-    "data.path",
-    "job.run_dir",
-    "model.",
-    "training.seed",
-    "training.seq_len",
-)
-_DROPOUTS = ("model.attention_dropout", "model.hidden_dropout")  # of the model, but may
 
 
 @dataclass(frozen=True)
@@ -186,7 +173,7 @@ def _check_update(job: Job, earlier: Sequence[str], overrides: Sequence[str]) ->
     config.mesh(job.policy.num_nodes * job.policy.procs_per_node)
     old, new = (takeover.flat(one.model_dump(mode="json")) for one in (job.config, config))
     changed = [key for key in new if old.get(key) != new[key]]
-    fixed = [key for key in changed if key.startswith(_FIXED) and key not in _DROPOUTS]
+    fixed = [key for key in changed if takeover.is_fixed(key)]
     if fixed:
         told = ", ".join(f"{key} ({old.get(key)!r} to {new[key]!r})" for key in fixed[:8])
         raise ConfigError(

@@ -19,6 +19,19 @@ from megascale.errors import ConfigError
 FILE = "job.json"
 _FREE = ("cluster", "job.run_dir")
 _ABSENT = "not set"
+# What an update cannot change: the next epoch would not load the state of the one before, or it is
+# the driver's, which reads its own once.
+_FIXED = (
+    "cluster.",
+    "data.mask_end_of_document",
+    "data.packing",
+    "data.path",
+    "job.run_dir",
+    "model.",
+    "training.seed",
+    "training.seq_len",
+)
+_DROPOUTS = ("model.attention_dropout", "model.hidden_dropout")  # of the model, but may
 
 
 def check_same_job(old: Policy, new: Policy) -> None:
@@ -80,7 +93,7 @@ def check_same_start(folder: Path, settings: Mapping[str, Any], port: int = 0) -
         return
     told = [f"  {k}: {old.get(k, _ABSENT)!r} then, {now.get(k, _ABSENT)!r} now" for k in keys[:30]]
     more = [f"  and {len(keys) - 30} more"] if len(keys) > 30 else []
-    live = [f"{key}={json.dumps(now[key])}" for key in keys[:30] if key in now and key[0] != "-"]
+    live = [f"{key}={json.dumps(now[key])}" for key in keys[:30] if key in now and _is_live(key)]
     update = (
         f"; while it runs, change values with POST /v1/update {json.dumps({'overrides': live})}"
         if live and "program" not in now
@@ -92,6 +105,15 @@ def check_same_start(folder: Path, settings: Mapping[str, Any], port: int = 0) -
         + "\ntake it over with the command line and recipe that it was started with"
         + f"{update}; or stop it first and go on with --resume"
     )
+
+
+def is_fixed(key: str) -> bool:
+    """Whether an update of a running job cannot change it."""
+    return key.startswith(_FIXED) and key not in _DROPOUTS
+
+
+def _is_live(key: str) -> bool:
+    return not key.startswith("--") and not is_fixed(key)
 
 
 def port_before(folder: Path) -> int:

@@ -107,6 +107,27 @@ def test_how_to_change_it_while_it_runs_is_said(place: Place) -> None:
     assert '{"overrides": ["optimizer.lr=0.25"]}' in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("others", "hint"),
+    [
+        ((), ""),
+        (("optimizer.lr=0.25", "model.hidden_dropout=0.5"), "model.hidden_dropout=0.5"),
+    ],
+)
+def test_no_update_is_advised_that_would_be_refused(
+    place: Place, others: tuple[str, ...], hint: str
+) -> None:
+    place.start()
+    place.driver_dies()
+    with pytest.raises(ConfigError) as refused:
+        place.start("model.hidden_size=256", "training.seed=9", *others)
+    advice = str(refused.value).partition("\ntake it over")[2]
+    assert "hidden_size" not in advice
+    assert "seed" not in advice
+    assert ("/v1/update" in advice) is bool(hint)
+    assert hint in advice
+
+
 def test_a_recipe_that_was_edited_is_another_one(place: Place, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(Path(RECIPE).read_text())
