@@ -57,10 +57,7 @@ class Journal:
         try:
             self._db = self._open_or_salvage()
         except sqlite3.DatabaseError as error:
-            raise LaunchError(
-                f"{path} cannot be used ({error}); make room on its disk, see who holds the file, "
-                "and start again with the same command"
-            ) from None
+            raise self._unusable(error) from None
         self._since_state = 0
 
     def restore(self) -> tuple[JobState, float] | None:
@@ -110,7 +107,7 @@ class Journal:
         self._write([self._state_row(decision.job, job_s)])
 
     def append(self, decided: Sequence[tuple[Event, Decision, float]]) -> None:
-        """One transaction: on the disk when this returns."""
+        """One transaction: on the disk when this returns. Raises LaunchError where it cannot be."""
         rows: list[Row] = []
         for event, decision, job_s in decided:
             text = json.dumps(
@@ -152,12 +149,21 @@ class Journal:
         return kind, text, epoch, job_s, time.time(), time.monotonic()
 
     def _write(self, rows: Sequence[Row]) -> None:
-        with self._db:
-            self._db.executemany(
-                "INSERT INTO transitions (kind, json, epoch, job_s, unix_s, monotonic_s) "
-                "VALUES (?, ?, ?, ?, ?, ?)",
-                rows,
-            )
+        try:
+            with self._db:
+                self._db.executemany(
+                    "INSERT INTO transitions (kind, json, epoch, job_s, unix_s, monotonic_s) "
+                    "VALUES (?, ?, ?, ?, ?, ?)",
+                    rows,
+                )
+        except sqlite3.DatabaseError as error:
+            raise self._unusable(error) from None
+
+    def _unusable(self, error: sqlite3.DatabaseError) -> LaunchError:
+        return LaunchError(
+            f"{self.path} cannot be used ({error}); make room on its disk, see who holds the file, "
+            "and start again with the same command: ranks that run go on meanwhile"
+        )
 
     def _open_or_salvage(self) -> sqlite3.Connection:
         try:

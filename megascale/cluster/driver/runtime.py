@@ -45,7 +45,7 @@ from megascale.cluster.transitions import (
     StopRequested,
     Tick,
 )
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, LaunchError
 
 WAIT_S = 0.1  # for something to come
 SECOND_S = 1.0
@@ -77,12 +77,12 @@ class Driver:
         self._readoption: Readoption | None = None
         try:
             decision = self._restore(policy) or begin(policy)
-        except ConfigError:
+            if not self.is_restart:
+                self.journal.begin(decision, 0.0)
+        except (ConfigError, LaunchError):
             self.abandon()
             raise
         self.job: JobState = decision.job
-        if not self.is_restart:
-            self.journal.begin(decision, 0.0)
         self.desk = Desk(self.job)
         self._make_backend, self._program = backend, program
         self._start = decision

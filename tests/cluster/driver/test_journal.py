@@ -153,6 +153,27 @@ def test_a_file_that_cannot_be_written_now_is_left_as_it_is(
     journal.close()
 
 
+def test_a_disk_that_fills_meanwhile_is_told_in_a_line_and_costs_nothing_written(
+    tmp_path: Path,
+) -> None:
+    hand = Journaled(tmp_path / "journal.sqlite")
+    hand.train()
+    hand.write()
+    before = (hand.job, hand.now_s)
+    db = hand.journal._db
+    (pages,) = db.execute("PRAGMA page_count").fetchone()
+    db.execute(f"PRAGMA max_page_count = {pages}")  # to SQLite a full disk
+    with pytest.raises(LaunchError, match=r"disk is full.*make room.*same command.*ranks .*go on"):
+        for step in range(6, 5000):
+            hand.go(StepReached(1, step))
+            if not hand.unwritten:
+                before = (hand.job, hand.now_s)
+    hand.journal.close()
+    journal = Journal(hand.path)
+    assert journal.restore() == before
+    journal.close()
+
+
 @pytest.mark.parametrize("kind", ["StepReached", "state"])
 @pytest.mark.parametrize("garbage", [b"\x01\x00", b"\xff\xfe"])
 def test_a_row_that_is_no_text_is_damage(tmp_path: Path, kind: str, garbage: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,16 @@ def test_a_run_folder_that_cannot_be_is_refused_with_what_to_do(tmp_path: Path, 
     run_dir = tmp_path / "file" if kind == "file" else Path("/proc/none")
     with pytest.raises(LaunchError, match=r"run folder .* cannot be written .*--set job.run_dir="):
         start(job_in(run_dir), PaperBackend())
+
+
+def test_a_folder_whose_journal_is_refused_is_let_go(tmp_path: Path) -> None:
+    Journal(tmp_path / "driver" / "journal.sqlite").close()
+    with sqlite3.connect(tmp_path / "driver" / "journal.sqlite") as db:
+        db.execute("INSERT INTO transitions VALUES (1, 'state', '{}', 0, 0.0, 0.0, 0.0)")
+    db.close()
+    for _ in range(2):
+        with pytest.raises(LaunchError, match="no journal of this version"):
+            start(job_in(tmp_path), PaperBackend())
 
 
 def test_the_port_of_an_ended_job_may_be_somebody_elses(tmp_path: Path) -> None:
