@@ -228,16 +228,16 @@ class Persistence:
         """Save and rotate. A failed save is told and survived unless `required` (the last one)."""
         if self._saved == progress:
             return
+        if self.assembly.is_writer:
+            self.folder.check_epoch()
         zero, optimizer = self.assembly.zero, self.assembly.optimizer
         num_updates = int(optimizer.step_count.item())
         meta = checkpoint_meta(self.config, progress, num_updates, self._data)
         pieces = state_pieces(zero, optimizer, counted_only=True)
         try:
             with self.recorder.span("checkpoint", op="save", host=True):
-                root, moved = self.folder.checkpoints, self.recorder.moved
-                path = save_checkpoint(
-                    root, progress.step, pieces, meta, group=self._group, moved=moved
-                )
+                where, step, moved = self.folder.checkpoints, progress.step, self.recorder.moved
+                path = save_checkpoint(where, step, pieces, meta, group=self._group, moved=moved)
         except CheckpointError as error:
             self.recorder.incident("checkpoint_failed", step=progress.step, reason=str(error))
             if required:

@@ -7,7 +7,7 @@
     tokenizer.json     (and tokenizer_config.json) copied from the data, so that the folder alone
                        can generate and export
     last_checkpoint.json  step of the newest commit: a resume that finds none is refused
-    lock               held by rank 0 as long as it lives; names its host and process
+    lock               held by rank 0 as long as it lives (`run_lock.py`); names host and process
 
 A folder holds one run. Starting in a folder that holds one is refused unless resume is asked for,
 and so is starting where a process is training.
@@ -15,7 +15,6 @@ and so is starting where a process is training.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -25,13 +24,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from megascale import __version__
 from megascale.config import RunConfig, load_config
-from megascale.env import hostname, installed_versions
+from megascale.env import agent_environment, installed_versions
 from megascale.errors import CheckpointError, ConfigError
+from megascale.train.run_lock import RunLock
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,6 @@ class RunFolder:
         self.tokenizer_file = self.path / "tokenizer.json"
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
-        self.lock_file = self.path / "lock"
 
     @property
     def exists(self) -> bool:
@@ -60,37 +59,33 @@ class RunFolder:
 
         Also one that cannot be made or written, and one that somebody trains in.
         """
-        self._check_kinds()
-        self._check_run(resume=resume)
-        self._check_writable()
-        if self.lock_file.exists():
-            with self.lock_file.open() as file:
-                self._lock(file.fileno(), fcntl.LOCK_SH)
+        self._check_possible(resume=resume)
+        RunLock(self.path).check()
 
     @contextmanager
-    def hold(self, *, resume: bool) -> Iterator[None]:
+    def hold(self, *, resume: bool, epoch: int = 0) -> Iterator[None]:
         """Check, then keep every other process from training here. Called by rank 0.
 
-        The system releases the lock when the process dies, however it dies.
+        epoch  of a driver's job: who holds the folder for an earlier one loses it (`run_lock.py`)
         """
-        self.check(resume=resume)
+        self._check_possible(resume=resume)
+        lock = RunLock(self.path, epoch)
+        descriptor = lock.take()
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise CheckpointError(
-                f"the run folder {self.path} cannot be written: {error}; free space or mend its "
-                "permissions, what it held is untouched"
-            ) from error
-        try:
-            self._lock(descriptor, fcntl.LOCK_EX)
             self._check_run(resume=resume)  # again: who held the lock may have left a run
-            with suppress(OSError):  # a full disk costs the name of the holder, not the lock
-                os.truncate(descriptor, 0)
-                os.write(descriptor, f"{hostname()} process {os.getpid()}\n".encode())
+            lock.write_holder(descriptor)
             yield
         finally:
             os.close(descriptor)
+
+    def check_epoch(self) -> None:
+        """Raises LaunchError where a driver gave the folder to a later epoch than this rank's."""
+        RunLock(self.path, agent_environment().epoch).check_epoch()
+
+    def _check_possible(self, *, resume: bool) -> None:
+        self._check_kinds()
+        self._check_run(resume=resume)
+        self._check_writable()
 
     def _check_run(self, *, resume: bool) -> None:
         if self.exists and not resume:
@@ -102,20 +97,6 @@ class RunFolder:
             raise CheckpointError(
                 f"--resume: {self.path} holds no run (no config.json); start without --resume, or "
                 "set job.run_dir to the folder of the run"
-            )
-
-    def _lock(self, descriptor: int, kind: int) -> None:
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = self.lock_file.read_text().strip() or "another process"
-            raise ConfigError(
-                f"{self.path} is in use: {holder} trains there; stop it first, or start another "
-                "run with --set job.run_dir=ANOTHER"
-            ) from None
-        except OSError as error:
-            logger.warning(
-                "%s cannot be locked (%s): nothing keeps a second start away", self.path, error
             )
 
     def _check_kinds(self) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from megascale.config import RunConfig, load_config
-from megascale.env import RankEnvironment, rank_environment
+from megascale.env import RankEnvironment, agent_environment, rank_environment
 from megascale.errors import CheckpointError, ConfigError, MegascaleError
 from megascale.plan.describe import describe
 from megascale.train.corpus import resolve_vocabulary
@@ -118,7 +118,8 @@ def become_rank(
         stream=sys.stdout if rank.global_rank == 0 else sys.stderr,
     )
     folder = RunFolder(config.job.run_dir)
-    holding = folder.hold(resume=resume) if rank.global_rank == 0 else nullcontext()
+    epoch = agent_environment().epoch
+    holding = folder.hold(resume=resume, epoch=epoch) if rank.global_rank == 0 else nullcontext()
     try:
         with holding:  # rank 0 alone: others may see the records that it writes next
             run_rank(config, rank, resume=resume, around=around)

@@ -12,7 +12,7 @@ import pytest
 
 from megascale.config import load_config
 from megascale.env import RankEnvironment, hostname
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, LaunchError
 from megascale.train import rank as rank_module
 from megascale.train import run_folder, start
 from megascale.train.run_folder import RunFolder
@@ -105,6 +105,26 @@ def test_two_starts_at_once(tmp_path: Path) -> None:
     with folder.hold(resume=False), pytest.raises(ConfigError, match="is in use"):
         folder.check(resume=False)
     folder.check(resume=False)  # released
+
+
+def test_a_later_epoch_takes_the_folder_from_a_rank_that_stands_still(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """A lost machine's rank 0 is alive perhaps, and holds the lock; the driver has given it up."""
+    folder = RunFolder(tmp_path / "run")
+    monkeypatch.setenv("MEGASCALE_EPOCH", "3")
+    with folder.hold(resume=False, epoch=3):
+        for epoch in (0, 2, 3):
+            with pytest.raises(ConfigError, match=r"is in use: .* process \d+, epoch 3 trains"):
+                folder.hold(resume=False, epoch=epoch).__enter__()
+        folder.check_epoch()
+        with folder.hold(resume=False, epoch=4):
+            with pytest.raises(LaunchError, match=r"belongs to epoch 4 now.* of epoch 3"):
+                folder.check_epoch()
+            with pytest.raises(ConfigError, match=r"epoch 4 trains there"):
+                folder.check(resume=False)
+        folder.check(resume=False)
+    assert [path.name for path in folder.path.iterdir()] == ["lock"]
 
 
 @pytest.mark.usefixtures("nothing_starts")

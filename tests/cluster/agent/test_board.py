@@ -107,7 +107,7 @@ def test_the_progress_page_makes_a_rank_run(status: RankStatus) -> None:
     since_ns = time.monotonic_ns() - 2_000_000_000
     writer.issued(Issued(6, 41, "forward", since_ns))
     assert board.report().ranks[0].progress is None, "of another epoch"
-    writer.issued(Issued(7, 42, "grad_sync", since_ns, chunk=1, micro_batch=2, group_id=9, seq=5))
+    writer.issued(Issued(7, 42, "grad_sync", since_ns, 1, 2, group_id=9, seq=5, saved=3))
     writer.completed(Completed(41, "optimizer"))
     (report,) = board.report().ranks
     assert report.state == "running"
@@ -125,6 +125,7 @@ def test_the_progress_page_makes_a_rank_run(status: RankStatus) -> None:
         "seq": 5,
         "completed_step": 41,
         "completed_phase": "optimizer",
+        "saved": 3,
     }
     writer.close()
 
