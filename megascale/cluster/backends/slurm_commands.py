@@ -51,12 +51,20 @@ class Node:
 
 
 def check_here() -> None:
-    """Raises BackendError where this machine has none of the commands."""
+    """Raises BackendError where this machine lacks the commands or Slurm's configuration. Nobody
+    else is asked: a driver that comes back may find a controller that does not answer."""
     missing = [name for name in ("sbatch", "squeue", "sinfo") if shutil.which(name) is None]
     if missing:
         raise BackendError(
             f"{', '.join(missing)} not found; run the driver where Slurm's commands are on the PATH"
         )
+    try:
+        _run("squeue", "--version")
+    except BackendError as error:
+        raise BackendError(
+            f"Slurm is not set up on this machine ({error}); run the driver on one of the cluster, "
+            "where squeue answers, or use another backend (--backend)"
+        ) from None
 
 
 def jobs(name: str) -> dict[str, Job]:
@@ -132,5 +140,6 @@ def _run(*command: str, script: str | None = None) -> str:
     except subprocess.TimeoutExpired:
         raise BackendError(f"{command[0]} did not answer within {COMMAND_S:g} s") from None
     if done.returncode:
-        raise BackendError(f"{' '.join(command)}: {(done.stderr or done.stdout).strip()}")
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        raise BackendError(f"{' '.join(command)}: {'; '.join(lines)}")
     return done.stdout
