@@ -19,6 +19,8 @@ from megascale.config.training import LrSchedulerConfig, OptimizerConfig, Traini
 from megascale.errors import ConfigError
 from megascale.topology import Mesh
 
+_HOW_MANY = "(--nproc; of `megascale run`, --nodes times --procs-per-node)"
+
 
 class JobConfig(Section):
     """Where a run writes, and what it is called."""
@@ -223,14 +225,14 @@ class RunConfig(Section):
             raise ConfigError(
                 f"{world_size} ranks cannot hold tensor_parallel_size {par.tensor_parallel_size} x "
                 f"pipeline_parallel_size {par.pipeline_parallel_size} = {model_ranks} ranks a "
-                f"model replica; start a multiple of {model_ranks} ranks (--nproc)"
+                f"model replica; start a multiple of {model_ranks} ranks {_HOW_MANY}"
             )
         data = world_size // model_ranks
         if par.data_parallel_size not in (-1, data):
             raise ConfigError(
                 f"parallelism.data_parallel_size is {par.data_parallel_size}, but {world_size} "
                 f"ranks leave {data}; set it to {data} or -1, or start "
-                f"{par.data_parallel_size * model_ranks} ranks (--nproc)"
+                f"{par.data_parallel_size * model_ranks} ranks {_HOW_MANY}"
             )
         for batch in self.training.batch_sizes():
             self.micro_batches(batch, data)

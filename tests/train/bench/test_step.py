@@ -50,7 +50,7 @@ REFUSED: dict[str, tuple[list[str], list[str], int, str]] = {
         0,
         'parallelism.flux is "chunked", and this machine has no CUDA device',
     ),
-    "layout": ([PP2], ["--nproc", "3", "--ablate"], 0, "start a multiple of 2 ranks (--nproc)"),
+    "layout": ([PP2], ["--nproc", "3", "--ablate"], 0, "start a multiple of 2 ranks (--nproc"),
     "misspelt": (["model.hidden_sise=3"], ["--ablate"], 0, "did you mean 'hidden_size'?"),
     "steps": (["training.steps=4"], [], 0, "training.steps is 4; the bench leaves out the first 3"),
     "weights": (
