@@ -1,7 +1,7 @@
 """Carries out what was decided: commands to agents, calls to the backend.
 
 Backends are called in threads: an eviction may take as long as a grace period, and meanwhile
-another machine is asked for. What they answer comes back as events.
+another machine is asked for. What they answer comes back as events, also where they break.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Hands:
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="backend")
         self._lock = threading.Lock()
         self._watching: Future[None] | None = None
+        self._defects: set[str] = set()  # whose traceback was told
         self._owns = threading.Event()  # the backend is this driver's to call
         self._owns.set()
         self._closing = threading.Event()
@@ -127,10 +128,20 @@ class Hands:
                 task()
             except FencedError as error:
                 self.fenced = error
-            except BackendError as error:
-                _log.error("backend: %s", error)
+            except Exception as error:  # noqa: BLE001 - nobody reads what this future holds
+                _log.error("backend: %s", self._why(error))
 
         return self._threads.submit(guarded)
+
+    def _why(self, error: Exception) -> str:
+        """For people; of an error that no backend should raise the traceback too, once."""
+        if isinstance(error, BackendError):
+            return str(error)
+        text = f"{type(error).__name__}: {error}"
+        if text not in self._defects:
+            self._defects.add(text)
+            _log.error("a defect of the backend:", exc_info=error)
+        return text
 
     def _adopt(self, machines: list[Machine]) -> None:
         kept = None
@@ -155,8 +166,9 @@ class Hands:
         except FencedError as error:
             self.fenced = error
             self._closing.set()
-        except BackendError as error:
-            _log.error("machines of the driver before: %s; asked again in %g s", error, AGAIN_S)
+        except Exception as error:  # noqa: BLE001 - as that of `_call`
+            why = self._why(error)
+            _log.error("machines of the driver before: %s; asked again in %g s", why, AGAIN_S)
             self._closing.wait(AGAIN_S)
         return None
 
@@ -173,8 +185,8 @@ class Hands:
                 found = self._backend.replenish(action.count, exclude=job.blocked, near=action.near)
         except FencedError:
             raise
-        except BackendError as error:
-            self._desk.post(Allocated(action.count, (), str(error)))
+        except Exception as error:  # noqa: BLE001 - whatever it met: an answer is waited for
+            self._desk.post(Allocated(action.count, (), self._why(error)))
             return
         with self._lock:
             self.machines.update({machine.name: machine for machine in found})

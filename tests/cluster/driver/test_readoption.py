@@ -59,7 +59,7 @@ def test_who_is_lost_meanwhile_is_not_waited_for() -> None:
 class Slow(PaperBackend):
     """Its answer about machines waits for the test, and may be an error first."""
 
-    def __init__(self, errors: Sequence[BackendError] = ()) -> None:
+    def __init__(self, errors: Sequence[Exception] = ()) -> None:
         super().__init__(4)
         self.may_answer, self.errors = threading.Event(), list(errors)
         self.kept: list[str] = []
@@ -105,11 +105,12 @@ def test_nobody_waits_for_a_backend_that_ends_what_is_left(tmp_path: Path) -> No
     made.close(give_back=False)
 
 
+@pytest.mark.parametrize("error", [BackendError("squeue did not answer"), KeyError("a defect")])
 def test_a_backend_that_fails_is_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setattr(actions, "AGAIN_S", 0.05)
-    backend = Slow([BackendError("squeue did not answer")])
+    backend = Slow([error])
     backend.kept = ["n0", "n1"]
     backend.may_answer.set()
     made, desk, job = hands(tmp_path, backend)
