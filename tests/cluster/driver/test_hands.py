@@ -36,9 +36,8 @@ def test_a_request_for_machines_is_answered_whatever_the_backend_met(
     """Without an answer the job waited for its machines until its patience was over."""
     made, desk, job = hands(tmp_path, Broken(4))
     made.do(Replenish(2, first=first), job)
-    events = []
-    until(lambda: events.extend(desk.take().events) or events)
-    assert events == [Allocated(2, (), "KeyError: 'node7'")]
+    until(lambda: desk._batch.events)
+    assert desk.take().events == [Allocated(2, (), "KeyError: 'node7'")]
     made.close(give_back=False)
     assert "in replenish" in caplog.text, "where it broke is told"
 

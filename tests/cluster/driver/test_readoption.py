@@ -63,9 +63,11 @@ class Slow(PaperBackend):
         super().__init__(4)
         self.may_answer, self.errors = threading.Event(), list(errors)
         self.kept: list[str] = []
+        self.asked = 0
 
     def adopt(self, machines: Sequence[Machine]) -> list[Machine]:
         assert self.may_answer.wait(20.0)
+        self.asked += 1
         if self.errors:
             raise self.errors.pop(0)
         return [machine for machine in machines if machine.name in self.kept]
@@ -117,6 +119,7 @@ def test_a_backend_that_fails_is_asked_again(
     made.adopt(MACHINES)
     made.do(EvictNode("n0", "why", block=False), job)
     until(lambda: backend.evicted)
+    assert backend.asked == 2
     assert not desk.take().events
     made.close(give_back=False)
 
