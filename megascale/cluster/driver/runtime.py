@@ -75,6 +75,7 @@ class Driver:
         self._base_s = 0.0
         self.is_restart = False
         self._readoption: Readoption | None = None
+        self._ended: JobState | None = None  # the job that the folder held before
         try:
             decision = self._restore(policy) or begin(policy)
             if not self.is_restart:
@@ -161,6 +162,7 @@ class Driver:
         return decision
 
     def _anew(self, policy: Policy, old: JobState) -> Decision:
+        self._ended = old
         decision = begin(policy)
         job = replace(
             decision.job, epoch=old.epoch + 1, blocked=old.blocked, newest_step=old.newest_step
@@ -172,6 +174,14 @@ class Driver:
             _log.info("this driver goes on with the job, epoch %d", self.job.epoch)
             known = [node for node in self.job.nodes.values() if node.state not in OVER]
             self._hands.adopt([Machine(node.name, node.host, node.switch) for node in known])
+        updates = () if self._ended is None else self._ended.overrides
+        dropped = [one for one in updates if one not in self._program.arguments]
+        if dropped:
+            _log.warning(
+                "updates of the job before count no more: %s; give them again with POST /v1/update "
+                "or as --set when it is started the next time",
+                ", ".join(dropped),
+            )
         self._words.say(None, self._start)
         for action in self._start.actions:
             self._hands.do(action, self.job)

@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megascale.cluster.backends.base import MachineEvent
-from megascale.cluster.transitions import Policy
+from megascale.cluster.driver.journal import Journal
+from megascale.cluster.driver.program import Program
+from megascale.cluster.transitions import Event, Policy, StopRequested, UpdateRequested
 from tests.cluster.driver.fakes import Cluster, FakeAgent, cluster
-from tests.cluster.driver.jobs import policy
+from tests.cluster.driver.jobs import ByHand, policy
 
 
 def quick(nodes: int = 2, **changes: Any) -> Policy:
@@ -151,6 +155,25 @@ def test_people_evict_update_and_stop(tmp_path: Path) -> None:
         assert refused.status_code == 422, "nothing to update in a job without a recipe"
         assert made.client.post("/v1/stop").status_code == 200
         assert made.end() == 0
+
+
+def test_a_job_that_goes_on_says_which_updates_are_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hand = ByHand(quick())
+    journal = Journal(tmp_path / "driver" / "journal.sqlite")
+    journal.begin(hand.decision, 0.0)
+    update = UpdateRequested(("optimizer.lr=9", "x.y=1"))
+    events: tuple[Event, ...] = (update, StopRequested())
+    for event in events:
+        journal.append([(event, hand.go(event), hand.now_s)])
+    journal.close()
+    with cluster(tmp_path, quick()) as made:
+        made.started.driver._program = Program(tmp_path, ("train", "--set", "x.y=1"))
+        made.run()
+        made.until_trains()
+    (told,) = [one.message for one in caplog.records if "count no more" in one.message]
+    assert "before count no more: optimizer.lr=9; give them again" in told
 
 
 def test_when_all_nodes_are_silent_the_driver_blames_itself(tmp_path: Path) -> None:
