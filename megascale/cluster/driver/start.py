@@ -7,6 +7,7 @@ and ranks run on, and are taken over. A job that ended is continued with --resum
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from megascale.config import RunConfig, load_config
 from megascale.errors import ConfigError
 from megascale.telemetry.diagnose.hang import mesh_groups
 
+FILES_ARE_HERE = ("local", "slurm")  # backends whose nodes have the files of this machine
 SMALL = 100_000_000  # parameters of layers: their state is copied and hashed in half a second
 
 
@@ -164,6 +166,9 @@ def run_script(
     _check_place(run_dir, backend, options, nodes, procs_per_node, spares, host, port)
     settings = settings_of(None, argv, backend, options, host)
     _check_takeover(run_dir, settings, port)
+    comes_back = is_unfinished(run_dir / FOLDER / "journal.sqlite")  # its ranks run on anyway
+    if backend in FILES_ARE_HERE and not comes_back:
+        _check_program(argv[0])
     argv = list(argv)
     if argv[0].endswith(".py"):
         argv = [sys.executable, "-u", *argv]
@@ -208,6 +213,20 @@ def _check_place(
     )
     comes_back = is_unfinished(run_dir / FOLDER / "journal.sqlite")  # its port may be its own
     check_address(host, 0 if comes_back else port)
+
+
+def _check_program(name: str) -> None:
+    """Raises ConfigError for a program that no node could start."""
+    if name.endswith(".py"):
+        if not Path(name).is_file():
+            raise ConfigError(
+                f"--script: there is no file {name} in {Path.cwd()}; give its path from this folder"
+            )
+    elif shutil.which(name) is None:
+        raise ConfigError(
+            f"--script: {name} is no program that can be run; give the path of an executable file, "
+            "the name of one on PATH, or a file that ends in .py"
+        )
 
 
 def _check_takeover(run_dir: Path, settings: Mapping[str, Any], port: int) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from megascale.cluster.actions import Place, StartEpoch
+from megascale.cluster.driver import start
 from megascale.cluster.driver.program import Program
+from megascale.cluster.driver.session import Job
 from megascale.cluster.driver.start import _saves_in_memory, run_verb
 from megascale.config import load_config
 from megascale.errors import ConfigError, LaunchError
@@ -135,6 +137,35 @@ def test_a_port_that_is_taken_and_a_script_on_no_backend_are_refused_likewise(
     with pytest.raises(LaunchError, match="unknown backend"):
         verb("train.py", script=True, run_dir=run_dir, backend="none")
     assert not run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("train.py", "no file train.py in .*give its path"),
+        ("trainer", "trainer is no program that can be run"),
+        ("./data.txt", "data.txt is no program that can be run"),
+    ],
+)
+def test_a_script_that_is_not_there_is_refused_before_machines_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, told: str
+) -> None:
+    began: list[Job] = []
+
+    def begin(job: Job) -> int:
+        began.append(job)
+        return 0
+
+    monkeypatch.setattr(start, "run", begin)
+    monkeypatch.chdir(tmp_path)
+    Path("data.txt").touch()
+    with pytest.raises(ConfigError, match=told):
+        verb(word, script=True, run_dir=tmp_path / "run")
+    Path("train.py").touch()
+    Path("data.txt").chmod(0o755)
+    for there in ("train.py", "./data.txt", "true"):
+        assert verb(there, script=True, run_dir=tmp_path / "run") == 0
+    assert len(began) == 3
 
 
 def test_a_script_takes_no_other_configuration(tmp_path: Path) -> None:

@@ -146,9 +146,14 @@ def test_another_backend_is_refused(place: Place, monkeypatch: pytest.MonkeyPatc
         place.start(backend="slurm")
 
 
-def test_another_program_is_refused(place: Place) -> None:
+def test_another_program_is_refused(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
     place.script("train.py", "--lr", "1")
     place.driver_dies()
+    Path("train.py").unlink()  # its ranks run on
     place.script("train.py", "--lr", "1")
     with pytest.raises(ConfigError, match=r"program: 'train.py --lr 1' then, 'train.py --lr 2'"):
         place.script("train.py", "--lr", "2")
