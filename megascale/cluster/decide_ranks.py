@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from megascale.cluster import recovery
 from megascale.cluster.actions import Alert, DumpStacks
@@ -112,7 +110,7 @@ def found(turn: Turn, event: Found) -> None:
         nodes,
         finding.ranks,
         job.epoch_step if finding.step is None else finding.step,
-        _evidence(finding.evidence),
+        finding.told(),
         certain=finding.certain,
         agreed_step=agreed if isinstance(agreed, int) else None,
     )
@@ -158,7 +156,3 @@ def _straggler(turn: Turn, fault: Fault) -> None:
     turn.act(Alert(f"{fault.kind}: {', '.join(fault.nodes)} stays: there is no spare"))
     turn.set(starved_s=None)
     replenish_spares(turn, least=len(fault.nodes))
-
-
-def _evidence(evidence: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in evidence.items())[:500]

@@ -124,8 +124,13 @@ class Words:
         yield from self._event(event, decision)
         news = [*self._stop(job, actions), *self._cause(job)]
         yield from ((False, line) for line in news)
+        told = " ".join(news)
+        opened = [action.incident.text for action in actions if isinstance(action, Opened)]
+        known = [text for text in opened if text and text in told]
         for action in actions:
-            line = _action(action, job, " ".join(news))
+            if isinstance(action, Alert) and any(text in action.text for text in known):
+                continue  # it says so with other words
+            line = _action(action, job, told)
             if line:
                 yield isinstance(action, StartEpoch | Replenish | Notify | Closed), line
 

@@ -235,19 +235,13 @@ def _evidence(
     groups: Groups,
 ) -> dict[str, Any]:
     by_number = {group_id(name): name for name in groups}
+    places = {rank: _told(view, by_number) for rank, view in views.items()}
+    others = Counter(place for rank, place in places.items() if rank not in verdict.why)
     found: dict[str, Any] = {
+        "told": _sentence(verdict.why, places, others),
         "why": {str(rank): why for rank, why in sorted(verdict.why.items())},
-        "places": {
-            str(rank): _told(views[rank], by_number)
-            for rank in sorted(verdict.why)
-            if rank in views
-        },
-        "others": [
-            {"place": place, "ranks": count}
-            for place, count in Counter(
-                _told(view, by_number) for rank, view in views.items() if rank not in verdict.why
-            ).most_common(5)
-        ],
+        "places": {str(rank): places[rank] for rank in sorted(verdict.why) if rank in places},
+        "others": [{"place": place, "ranks": n} for place, n in others.most_common(5)],
     }
     if dumped:
         found["stacks"] = [
@@ -255,6 +249,17 @@ def _evidence(
             for frames, alike in reading.clusters(dumped)[:8]
         ]
     return found
+
+
+def _sentence(why: Mapping[int, str], places: Mapping[int, str], others: Counter[str]) -> str:
+    """`rank 2: dead, in step 6, forward; 3 others in step 6, backward`."""
+    parts = [
+        f"rank {rank}: {reason}{f', in {places[rank]}' if rank in places else ''}"
+        for rank, reason in sorted(why.items())[:4]
+    ]
+    parts += [f"{len(why) - 4} ranks more"] * (len(why) > 4)
+    parts += [f"{count} others in {place}" for place, count in others.most_common(2)]
+    return "; ".join(parts)
 
 
 def _told(view: RankView, names: Mapping[int, str]) -> str:

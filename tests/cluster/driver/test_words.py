@@ -27,6 +27,7 @@ from megascale.cluster.transitions import (
     StepReached,
 )
 from megascale.telemetry.diagnose.finding import Finding
+from megascale.telemetry.diagnose.hang import RankView, localise
 from tests.cluster.driver.jobs import ByHand, at_once, policy
 from tests.cluster.driver.test_ladder import training
 
@@ -94,6 +95,22 @@ def test_a_hang_is_told_when_it_is_suspected_and_when_it_is_named() -> None:
         "ranks 0, 1, 2, 3 on n0, n1 made no progress at step 6: rank 2 has been in forward",
         "rank 2 on n1 made no progress at step 6: waits 3; all ranks stop",
     ]
+
+
+def test_evidence_is_read_by_a_person() -> None:
+    told = Told(training())
+    share = {"relative": {"n1/mlx5_0/1": 0.51234567}, "steps": 40}
+    told.go(Found(Finding("traffic_fell", (2, 3), share, step=6, certain=False)))
+    told.go(HangSuspected((0, 1, 2, 3), "rank 2 has been in forward", 6))
+    views = {
+        rank: RankView(epoch=1, step=6, phase="forward", age_s=0.1, alive=rank != 2)
+        for rank in range(4)
+    }
+    told.go(Found(localise(views, {"world": [(0, 1, 2, 3)]})))
+    fell, _, hang = told.lines
+    assert fell == "traffic fell at ranks 2, 3 on n1: relative n1/mlx5_0/1: 0.512346, steps 40"
+    dead = "rank 2: dead, in step 6, forward; 3 others in step 6, forward"
+    assert hang == f"rank 2 on n1 made no progress at step 6: {dead}; all ranks stop"
 
 
 def test_an_agent_that_comes_back_to_a_new_driver_is_no_empty_line() -> None:
