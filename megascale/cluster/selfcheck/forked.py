@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import IO
 
 from megascale.env import become, child_environment
@@ -46,8 +48,8 @@ class ForkedModule:
         if self.returncode is None:
             try:
                 _, status = os.waitpid(self.pid, 0)
-            except ChildProcessError:
-                self.returncode = 0  # as subprocess says of one that somebody else has collected
+            except ChildProcessError:  # collected already: how it ended is not known any more
+                self.returncode = -signal.SIGKILL
             else:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
@@ -73,7 +75,12 @@ def _fork(module: str, arguments: Sequence[str], changes: Mapping[str, str]) -> 
     pipes = [os.pipe(), os.pipe()]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:
+        for end in (*pipes[0], *pipes[1]):
+            os.close(end)
+        raise
     if pid == 0:
         _be(module, arguments, changes, [ours for _, ours in pipes])
     for _, ours in pipes:
@@ -92,7 +99,10 @@ def _be(
         nothing = os.open(os.devnull, os.O_RDONLY)
         for descriptor, standard in ((nothing, 0), (outputs[0], 1), (outputs[1], 2)):
             os.dup2(descriptor, standard)
-        os.closerange(3, 256)
+        for name in os.listdir("/proc/self/fd"):  # no bound is known
+            if int(name) > 2:
+                with suppress(OSError):  # the listing's own
+                    os.close(int(name))
         become(child_environment(changes))
         sys.argv[1:] = arguments
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -128,3 +129,56 @@ def test_a_caller_with_threads_starts_a_new_interpreter(tmp_path: Path) -> None:
         "import threading; threading.Thread(target=time.sleep, args=(90,), daemon=True).start()"
     )
     assert _call([["a", 20.0, {}]], "shows", here + thread)["a"]["result"] == {"is_fork": False}
+
+
+def _run(code: str, *, path: Path | None = None) -> str:
+    more = {} if path is None else {"PYTHONPATH": str(path)}
+    head = (
+        "import os, signal, sys\nfrom megascale.cluster.selfcheck import forked\nforked.allow()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", head + code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        cwd=ROOT,
+        env={**os.environ, **more},
+    )
+    return done.stdout.strip()
+
+
+def test_a_worker_has_no_file_of_its_caller(tmp_path: Path) -> None:
+    """Also not one with a large number: a pipe's other end that stays open is never at its end."""
+    (tmp_path / "lists.py").write_text("import os\nprint(sorted(os.listdir('/proc/self/fd')))\n")
+    code = """
+for number in (3, 77, 256, 300):
+    os.dup2(1, number)
+worker = forked.start([sys.executable, "-m", "lists"], {})
+print(worker.stdout.read().decode(), worker.wait())
+"""
+    said = _run(code, path=tmp_path)
+    assert said == "['0', '1', '2', '3']\n 0", "3: of the listing itself"
+
+
+def test_a_fork_that_fails_leaves_no_pipe() -> None:
+    code = """
+def fails():
+    raise BlockingIOError("too many")
+os.fork, before = fails, os.listdir("/proc/self/fd")
+try:
+    forked.start([sys.executable, "-m", "json"], {})
+except BlockingIOError:
+    print(os.listdir("/proc/self/fd") == before)
+"""
+    assert _run(code) == "True"
+
+
+def test_one_that_somebody_else_collected_did_not_end_well() -> None:
+    """As `warm_template.Forked` says: nobody knows how it ended."""
+    code = """
+worker = forked.start([sys.executable, "-m", "timeit", "-n1", "-r1", "pass"], {})
+os.waitpid(worker.pid, 0)
+print(worker.wait())
+"""
+    assert _run(code) == str(-signal.SIGKILL)
