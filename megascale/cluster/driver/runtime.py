@@ -218,7 +218,8 @@ class Driver:
 
     def _each_second(self, now_s: float) -> None:
         decided: list[tuple[Event, Decision, float]] = []
-        for silent in silent_nodes(self.job, self.desk.silences(now_s)):
+        silences_s, readopting = self.desk.silences(now_s), self._readoption is not None
+        for silent in silent_nodes(self.job, silences_s, readopting=readopting):
             self._decide(silent, decided)
         for event in self._watch.look(self._digest, self.job, now_s):
             self._decide(event, decided)
