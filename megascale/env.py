@@ -32,6 +32,7 @@ MULTICAST_OFF = {
 FAULT_ORDERS = "MEGASCALE_FAULT"  # file of faults for a trainer, for tests: see `train/faults.py`
 SELFCHECK_FAULT = "MEGASCALE_SELFCHECK_FAULT"  # for tests: see `selfcheck_faults`
 MEMORY_SLOTS = "MEGASCALE_MEMORY_SLOTS"
+RESUME = "MEGASCALE_RESUME"
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _SRUN = ("SLURM_PROCID", "SLURM_LOCALID")
 _PORTS = range(20_000, 30_000)  # below the ephemeral range, from which the kernel serves others
@@ -83,6 +84,7 @@ class AgentEnvironment:
     epoch: int = 0  # MEGASCALE_EPOCH: incarnation of the job; fences what an old one still writes
     fault_orders: str | None = None  # MEGASCALE_FAULT: for tests; unset, nothing looks for faults
     memory_slots: str | None = None  # MEGASCALE_MEMORY_SLOTS: how the paths of the slots begin
+    from_disk: bool = False  # MEGASCALE_RESUME=disk: what memory holds was given up by the driver
 
 
 def rank_environment(variables: Mapping[str, str] | None = None) -> RankEnvironment:
@@ -203,13 +205,13 @@ def agent_environment(variables: Mapping[str, str] | None = None) -> AgentEnviro
     """The MEGASCALE_* variables. LaunchError for one that is not known or not a number."""
     env = os.environ if variables is None else variables
     names = ("MEGASCALE_PROGRESS_PAGE", FAULT_ORDERS, MEMORY_SLOTS)
-    known = {*names, "MEGASCALE_EPOCH", SELFCHECK_FAULT}
+    known = {*names, "MEGASCALE_EPOCH", RESUME, SELFCHECK_FAULT}
     unknown = sorted(name for name in env if name.startswith("MEGASCALE_") and name not in known)
     if unknown:
         raise LaunchError(f"unknown variable {unknown[0]}; known: {', '.join(sorted(known))}")
     epoch = _integer(env, "MEGASCALE_EPOCH") if "MEGASCALE_EPOCH" in env else 0
     page, fault_orders, memory_slots = (env.get(name) for name in names)
-    return AgentEnvironment(page, epoch, fault_orders, memory_slots)
+    return AgentEnvironment(page, epoch, fault_orders, memory_slots, env.get(RESUME) == "disk")
 
 
 def selfcheck_faults(variables: Mapping[str, str] | None = None) -> dict[str, str]:

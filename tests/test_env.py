@@ -182,6 +182,7 @@ def test_agent_variables() -> None:
     assert agent_environment(given) == AgentEnvironment("page", 7)
     assert agent_environment({"MEGASCALE_FAULT": "orders"}).fault_orders == "orders"
     assert agent_environment({"MEGASCALE_MEMORY_SLOTS": "/m/slots"}).memory_slots == "/m/slots"
+    assert agent_environment({"MEGASCALE_RESUME": "disk"}).from_disk
     with pytest.raises(LaunchError, match="unknown variable MEGASCALE_EPOHC; known: MEGASCALE_EPO"):
         agent_environment({"MEGASCALE_EPOHC": "7"})
 

@@ -208,7 +208,13 @@ def _numerical(case: _Case) -> Verdict:
         report = f"{case.told}; neither a retry nor an older state helped"
         return Verdict(case.fault.kind, case.told, report=report, exit_code=_code(case.fault))
     check = case.everybody if same == 1 else ()
-    return Verdict(case.fault.kind, case.told, check=check, back=max(0, same - 1))
+    return Verdict(
+        case.fault.kind,
+        case.told,
+        check=check,
+        back=max(0, same - 1),
+        newest_step=case.fault.agreed_step,  # of a jump of the loss: the state before it
+    )
 
 
 def _straggler(case: _Case) -> Verdict:

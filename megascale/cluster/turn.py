@@ -66,16 +66,22 @@ class Turn:
         step: int | None = None,
         ends: Ends = "step",
     ) -> int:
-        """The number of the open incident of `cause`, which may be one from before."""
+        """The number of the open incident of `cause`, which may be one from before.
+
+        What was an alert and is acted on now ends as the act does.
+        """
         quiet_after_s = self.now_s + QUIET_S if ends == "quiet" else None
         known = self.job.incident(cause)
         if known is not None:
+            acted_on = known.ends == "quiet" and ends != "quiet"
             self._exchange(
                 replace(
                     known,
                     nodes=_joined(known.nodes, nodes),
                     ranks=_joined(known.ranks, ranks),
-                    quiet_after_s=quiet_after_s,
+                    epoch=self.job.epoch if acted_on else known.epoch,
+                    ends=ends if acted_on else known.ends,
+                    quiet_after_s=None if acted_on else quiet_after_s,
                 )
             )
             return known.number

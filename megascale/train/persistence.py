@@ -24,6 +24,7 @@ from megascale.checkpoint.durable import write_durably
 from megascale.checkpoint.manifest import list_checkpoints, name_order
 from megascale.checkpoint.memory import MemorySlots
 from megascale.checkpoint.saved_model import find_checkpoint
+from megascale.env import agent_environment
 from megascale.errors import CheckpointError
 from megascale.telemetry.recorder import Recorder
 from megascale.train.assemble import Assembly
@@ -83,7 +84,7 @@ class Persistence:
         listing = self._ranks.writer_does(lambda: list_checkpoints(self.folder.checkpoints))
         newest = listing.committed[0] if listing.committed else None
         there = {path.name for path in (*listing.committed, *listing.damaged)}
-        may_use_memory = not self._was_cut_off(there)
+        may_use_memory = not (agent_environment().from_disk or self._was_cut_off(there))
         progress = self._from_memory(newest) if may_use_memory else None
         if progress is None:
             path = find_latest(self.folder.checkpoints, group=self._group)

@@ -334,6 +334,16 @@ def test_slots_behind_a_checkpoint_that_was_set_aside_are_not_used(
     assert "memory slots are not used: checkpoint step-00000006 was taken away" in plan.said()
 
 
+def test_a_driver_that_went_back_has_ranks_resume_from_disk(
+    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No checkpoint needed setting aside, but what memory holds is of a later step than wanted."""
+    run, plan = tmp_path / "run", Plan(memory, 0, 6)
+    _one_killed(run, plan, "checkpoint.interval=4")
+    monkeypatch.setenv("MEGASCALE_RESUME", "disk")
+    assert _resumed_at(run, SINGLE, plan.survivors, "checkpoint.interval=4") == 4
+
+
 def test_memory_that_is_no_further_than_the_disk_is_not_used(memory: Path, tmp_path: Path) -> None:
     run, plan = tmp_path / "run", Plan(memory, 0, 7)
     _one_killed(run, plan, "checkpoint.interval=6")

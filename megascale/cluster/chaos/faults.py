@@ -114,7 +114,7 @@ KINDS: dict[str, Kind] = {
         ("loss_spike",),
         "",
         "restart",
-        options={"scale": 8.0, "steps": 6},
+        options={"scale": 64.0, "steps": 6},
         values=True,
         overrides=("cluster.loss_spike=0.3",),
     ),

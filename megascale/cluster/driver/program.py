@@ -16,6 +16,7 @@ from pathlib import Path
 from megascale.cluster.actions import StartEpoch
 from megascale.cluster.job import JobState
 from megascale.cluster.messages import RankPlace, StartRanks
+from megascale.env import RESUME
 
 Groups = Mapping[str, Sequence[tuple[int, ...]]]
 ASIDE = "aside-"
@@ -48,6 +49,9 @@ class Program:
         procs = job.policy.procs_per_node
         world_size = procs * len(action.places)
         arguments = [*self.arguments, *self._later(action)]
+        environment = dict(self.environment)
+        if action.back or action.newest_step is not None:  # memory is newer than what is wanted
+            environment[RESUME] = "disk"
         return [
             (
                 place.node,
@@ -62,7 +66,7 @@ class Program:
                     master_port=master_port,
                     arguments=arguments,
                     program=None if self.argv is None else list(self.argv),
-                    environment=dict(self.environment),
+                    environment=environment,
                     run_dir=str(self.run_dir),
                 ),
             )

@@ -54,7 +54,7 @@ def nonfinite(
 def loss_spike(losses: Sequence[float], step: int) -> Finding | None:
     """Does the newest loss jump out of the HISTORY before it? The last CONFIRM are no part of that
     history: they may have jumped too. An alert; certain where all of them did, or at a loss that is
-    not finite.
+    not finite. `agreed_step` of the evidence is the last step before the jump.
 
     losses  of steps in order, the last of `step`
     """
@@ -76,6 +76,7 @@ def loss_spike(losses: Sequence[float], step: int) -> Finding | None:
             "median": middle,
             "deviation": deviation,
             "in_a_row": number,
+            "agreed_step": step - number,
         },
         step=step,
         group="world",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -302,6 +303,22 @@ def test_a_lost_node_is_replaced_by_the_spare(how: NodeSilent | NodeGone) -> Non
     hand.stopped()
     assert hand.places() == {0: "n0", 1: "s0"}
     assert hand.the(Replenish).count == 1, "the pool of spares is filled up"
+
+
+def test_a_jump_of_the_loss_goes_back_to_before_it_and_its_alert_ends_with_that() -> None:
+    hand = training()
+    hand.steps(9)
+    jump = Finding("loss_spike", (), {"agreed_step": 7}, step=8, group="world", certain=False)
+    hand.go(Found(jump))
+    (alert,) = hand.job.open
+    assert alert.ends == "quiet"
+    hand.go(Found(replace(jump, step=9, certain=True)))
+    assert [one.number for one in hand.job.open] == [alert.number]
+    hand.stopped()
+    hand.checked()
+    assert hand.the(StartEpoch).newest_step == 7
+    hand.steps(8)
+    assert not hand.job.open, "closed by the first step of the next epoch"
 
 
 def test_budgets_a_cause_and_in_all() -> None:

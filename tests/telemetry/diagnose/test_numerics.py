@@ -33,6 +33,7 @@ def test_a_spike_is_an_alert_and_three_are_certain() -> None:
         assert (finding.certain, finding.evidence["in_a_row"]) == (certain, number)
         assert finding.evidence["loss"] == losses[299 + number]
         assert finding.step == 300 + number
+        assert finding.evidence["agreed_step"] == 300, "the last before the jump"
     assert loss_spike(losses[:305], 305) is None
 
 
