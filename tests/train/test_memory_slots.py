@@ -79,6 +79,7 @@ class Plan:
            the step
     ahead  save as beside a GPU: the loop a step ahead, hashes and copies behind training
     late   each copy is made as late as it may be, right before the next update
+    from_disk  the driver has given up what memory holds
     """
 
     memory: Path
@@ -88,12 +89,15 @@ class Plan:
     ahead: bool = False
     late: bool = False
     no_room: bool = False
+    from_disk: bool = False
 
     def __call__(self, rank_loop: Loop) -> None:
         rank = int(os.environ["RANK"])
         node = self.memory / f"node{rank // 2}"
         node.mkdir(exist_ok=True)
         os.environ["MEGASCALE_MEMORY_SLOTS"] = str(node / f"slots-{rank % 2:03d}")
+        if self.from_disk:
+            os.environ["MEGASCALE_RESUME"] = "disk"
         log = logging.FileHandler(self.memory / f"log{rank}")
         logging.getLogger("megascale").addHandler(log)
         logging.getLogger("megascale").setLevel(logging.INFO)
@@ -334,14 +338,12 @@ def test_slots_behind_a_checkpoint_that_was_set_aside_are_not_used(
     assert "memory slots are not used: checkpoint step-00000006 was taken away" in plan.said()
 
 
-def test_a_driver_that_went_back_has_ranks_resume_from_disk(
-    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_that_went_back_has_ranks_resume_from_disk(memory: Path, tmp_path: Path) -> None:
     """No checkpoint needed setting aside, but what memory holds is of a later step than wanted."""
     run, plan = tmp_path / "run", Plan(memory, 0, 6)
     _one_killed(run, plan, "checkpoint.interval=4")
-    monkeypatch.setenv("MEGASCALE_RESUME", "disk")
-    assert _resumed_at(run, SINGLE, plan.survivors, "checkpoint.interval=4") == 4
+    again = replace(plan.survivors, from_disk=True)
+    assert _resumed_at(run, SINGLE, again, "checkpoint.interval=4") == 4
 
 
 def test_memory_that_is_no_further_than_the_disk_is_not_used(memory: Path, tmp_path: Path) -> None:
