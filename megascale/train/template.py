@@ -11,7 +11,7 @@ One datagram a message, over a socket of the agent's:
 
     says    {"forks": true, "why": ""}, or {"forks": false, "why": TEXT}    once, after its imports
     is told {"local_rank": N, "log": PATH} and one descriptor: the child's standard input
-    says    {"pid": PID}, or {"error": TEXT}
+    says    {"pid": PID}, or {"error": TEXT}; or as at first {"forks": false, "why": TEXT}
 
 Safe to fork: one thread, so that no lock is held by one that the child has not (the threads of
 OpenMP, autograd and gloo begin at their first use, which is the child's); and no GPU opened, for a
@@ -44,6 +44,10 @@ ADOPTED_S = 10.0
 EXIT_NO_PARENT = 126
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _MESSAGE_BYTES = 1 << 16
+
+
+class _NotSafeError(OSError):
+    """This process must not be forked any more."""
 
 
 def main() -> None:
@@ -83,6 +87,8 @@ def serve(channel: socket.socket, agent_pid: int) -> bool:
             return False
         try:
             pid = _fork(descriptors[0], json.loads(message)["log"], agent_pid)
+        except _NotSafeError as error:
+            channel.send(json.dumps({"forks": False, "why": str(error)}).encode())
         except OSError as error:
             channel.send(json.dumps({"error": str(error)}).encode())
         else:
@@ -99,7 +105,7 @@ def _fork(orders: int, log: str, agent_pid: int) -> int:
     """The child's pid; 0 in the child. Raises OSError."""
     why = why_not()
     if why:
-        raise OSError(f"not forked: {why}")
+        raise _NotSafeError(why)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     theirs, ours = os.pipe()

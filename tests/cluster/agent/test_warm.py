@@ -48,8 +48,15 @@ if line:
     time.sleep(600)
 """
 TEMPLATE = """
-import sys, threading, time
+import os, sys, threading, time
 from megascale.train import template, warm
+why_not, looks = template.why_not, []
+def later():
+    looks.append(1)
+    if len(looks) > 1 and os.path.exists(__file__ + ".later"):
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    return why_not()
+template.why_not = later
 warm.import_all = lambda _: time.sleep(0.2)
 template.MORE = sys.argv[2:] = ()
 if THREAD:
@@ -207,6 +214,26 @@ def test_a_template_with_a_thread_does_not_fork_and_each_imports_for_itself(
     assert not one.warm.check_is_coming
     assert one.take() is not None
     assert one.told()["environment"]["RANK"] == "7"
+
+
+def test_a_template_that_has_a_thread_later_forks_no_more_and_no_other_is_begun(
+    forking: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One import of torch after the other was tried and failed, and no rank was warm."""
+    one = forking
+    one.warm.want("all", 2)
+    (template,) = one.pids
+    first = _three(one)
+    Path(f"{one.program.parent}/template.py.later").touch()
+    one.warm.expect(2)
+    taken = one.warm.take(0, {**BASE, PAGE_VARIABLE: "page"}, ["version"], one.log)
+    assert taken is not None
+    assert taken.process.wait(30.0) == 0
+    one.until(lambda: "the template says it has 2 threads" in caplog.text)
+    one.until(lambda: len(one.pids) == 3 and one.are_ready)
+    assert template not in one.pids
+    assert set(first[1:]) < set(one.pids), "its children stay"
+    assert not isinstance(one.warm._warm[0].process, Forked)
 
 
 def test_children_outlive_their_template_and_another_is_begun(forking: Pool) -> None:
