@@ -19,7 +19,7 @@ import sqlite3
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -29,11 +29,13 @@ from typing import Any, TypeVar
 from benchmarks.endless import SETTINGS
 from megascale.cluster.agent.proc import send
 from megascale.cluster.chaos.live import JobSpec, LiveJob
+from megascale.cluster.driver.tail import Tail
 from megascale.errors import LaunchError
 
 NUM_RANKS = 4
 STEPS_BETWEEN = 30
 PATIENCE_S = 120.0
+MOST_BYTES = 64 << 20  # of a look; a look is every 50 ms
 T = TypeVar("T")
 Parts = dict[str, float]
 
@@ -48,35 +50,81 @@ def _until(look: Callable[[], T | None], what: str) -> T:
     raise LaunchError(f"{what} did not happen in {PATIENCE_S:.0f} s")
 
 
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    if file.exists():
-        for line in file.read_text().splitlines():
+class Lines:
+    """Records of a file that grows, each read once."""
+
+    def __init__(self, file: Path) -> None:
+        self._tail = Tail(file, MOST_BYTES)
+
+    def new(self) -> list[dict[str, Any]]:
+        found = []
+        for line in self._tail.lines():
             try:
-                yield json.loads(line)
-            except ValueError:  # the last one is being written
+                found.append(json.loads(line))
+            except ValueError:  # cut by a kill
                 continue
+        return found
 
 
-def _kill(job: LiveJob, rank: int) -> Parts:
+class Steps:
+    """Of the run's metrics. newest: the highest step that was seen."""
+
+    def __init__(self, folder: Path) -> None:
+        self._lines = Lines(folder / "metrics.jsonl")
+        self.newest = 0
+
+    def new(self) -> list[dict[str, Any]]:
+        lines = self._lines.new()
+        self.newest = max([self.newest, *(line["step"] for line in lines)])
+        return lines
+
+    def reached(self, step: int) -> bool | None:
+        """True, or None while it is not."""
+        self.new()
+        return True if self.newest >= step else None
+
+
+class Starts:
+    """Of a rank: when it opened its telemetry, and when it had its state, by the wall clock."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._lines = Lines(folder / "telemetry" / f"rank_{rank:05d}.jsonl")
+        self._header_ns, self._offset_ns = 0, 0
+        self._newest: tuple[float, float] | None = None
+
+    def since(self, since_s: float) -> tuple[float, float] | None:
+        """Of the newest start; None while there is none that is later."""
+        for line in self._lines.new():
+            if line["kind"] == "header":
+                self._header_ns = line["unix_ns"]
+                self._offset_ns = line["unix_ns"] - line["monotonic_ns"]
+            if line["kind"] == "span" and line.get("op") == "load":
+                loaded_ns = line["t0_ns"] + line["dur_ns"] + self._offset_ns
+                self._newest = self._header_ns / 1e9, loaded_ns / 1e9
+        return self._newest if self._newest and self._newest[0] > since_s else None
+
+
+def _kill(job: LiveJob, rank: int, steps: Steps, starts: Sequence[Starts]) -> Parts:
     """Kill one and wait; the parts of this restart."""
     folder = job.spec.folder
-    old_step = max(line["step"] for line in _lines(folder / "metrics.jsonl"))
+    steps.new()
+    old_step = steps.newest
     now = job.rank(rank)
     epoch, killed_s = now.epoch, time.time()
     send(now.identity, signal.SIGKILL)
 
     def new_step() -> float | None:
-        new = [line for line in _lines(folder / "metrics.jsonl") if line["time"] > killed_s]
+        new = [line for line in steps.new() if line["time"] > killed_s]
         return next((line["time"] for line in new if line["step"] > old_step + 1), None)
 
     first_new_s = _until(new_step, "a new step")
     told, stopped, checked, check = _journal(folder, killed_s)
     ordered, headers, begun = 0.0, 0.0, 0.0
-    for number in range(NUM_RANKS):
+    for number, of in enumerate(starts):
         log = (folder / "logs" / f"rank{number:05d}.log").read_text(errors="replace")
         words = log.rpartition(f" rank {number} starts in epoch {epoch + 1}")[0].split()
         ordered = max(ordered, datetime.fromisoformat(words[-1]).timestamp())
-        look = partial(_telemetry, folder, number, killed_s)
+        look = partial(of.since, killed_s)
         header, loaded = _until(look, f"telemetry of rank {number}")
         headers, begun = max(headers, header), max(begun, loaded)
     return {
@@ -108,19 +156,6 @@ def _stop(entry: dict[str, Any]) -> bool:
     return bool(entry["event"]["order"] == "stop")
 
 
-def _telemetry(folder: Path, rank: int, since_s: float) -> tuple[float, float] | None:
-    """When the rank opened its telemetry, and when it had its state, by the wall clock; None while
-    that is not written."""
-    header_ns, offset_ns = 0, 0
-    for line in _lines(folder / "telemetry" / f"rank_{rank:05d}.jsonl"):
-        if line["kind"] == "header":
-            header_ns, offset_ns = line["unix_ns"], line["unix_ns"] - line["monotonic_ns"]
-        is_load = line["kind"] == "span" and line.get("op") == "load"
-        if is_load and header_ns / 1e9 > since_s:
-            return header_ns / 1e9, (line["t0_ns"] + line["dur_ns"] + offset_ns) / 1e9
-    return None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--recipe", type=Path, default=Path("recipes/first-run.toml"))
@@ -131,19 +166,14 @@ def main() -> None:
     settings = (*SETTINGS, *given.set)
     job = LiveJob(JobSpec(given.recipe, settings, folder, nodes=2, procs_per_node=2, spares=0))
     found: list[Parts] = []
+    steps, starts = Steps(folder), [Starts(folder, rank) for rank in range(NUM_RANKS)]
     try:
         job.start_driver()
         for number in range(given.kills):
-            done = max((line["step"] for line in _lines(folder / "metrics.jsonl")), default=0)
-            wanted = done + STEPS_BETWEEN
-
-            def far(wanted: int = wanted) -> bool | None:
-                steps = [line["step"] for line in _lines(folder / "metrics.jsonl")]
-                return True if steps and steps[-1] >= wanted else None
-
-            _until(far, f"step {wanted}")
+            wanted = steps.newest + STEPS_BETWEEN
+            _until(partial(steps.reached, wanted), f"step {wanted}")
             load = os.getloadavg()[0]
-            found.append(_kill(job, (3 * number + 1) % NUM_RANKS))
+            found.append(_kill(job, (3 * number + 1) % NUM_RANKS, steps, starts))
             print(f"kill {number}: {found[-1]['in all']:.2f} s, load {load:.1f}", file=sys.stderr)
     finally:
         job.end()

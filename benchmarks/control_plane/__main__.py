@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import select
 import statistics
 import subprocess
 import sys
@@ -27,11 +28,13 @@ from pathlib import Path
 
 from benchmarks.control_plane.agents import FIRST, Agent, Seen, join_all
 from megascale.cluster.chaos.observe import Journal
+from megascale.errors import LaunchError
 from megascale.flux.bench.rows import append
 from megascale.train.bench.rows import Origin
 
 RESULTS = Path("benchmarks/results/chaos.jsonl")
 SETTLE_S = 5.0
+START_S, END_S = 60.0, 30.0  # of the driver
 Found = dict[str, tuple[float, str, str, float]]  # line -> value, metric, target
 
 
@@ -57,8 +60,7 @@ def main() -> int:
         try:
             os.sched_setaffinity(driver.pid, cores[:1])
             os.sched_setaffinity(0, cores[1:] or cores)
-            assert driver.stdout is not None
-            url, token_file = driver.stdout.readline().split()
+            url, token_file = _first_line(driver, START_S).split()
             host, _, port = url.removeprefix("http://").partition(":")
             token = Path(token_file).read_text().strip()
             connect = host, int(port), token
@@ -66,7 +68,11 @@ def main() -> int:
             found = asyncio.run(_measure(given, driver.pid, connect, journal))
         finally:
             driver.terminate()
-            driver.wait()
+            try:
+                driver.wait(END_S)
+            except subprocess.TimeoutExpired:
+                driver.kill()
+                driver.wait(END_S)
             os.sched_setaffinity(0, cores)
             tail = log.read_text(errors="replace").splitlines()[-12:]
             print("\n".join(tail), file=sys.stderr)
@@ -94,6 +100,16 @@ def main() -> int:
         told = f"{value:9.3f} {metric:6} {op} {target:g}"
         print(f"{name:28} {told}  {'yes' if met else 'NO'}")
     return 0
+
+
+def _first_line(process: subprocess.Popen[str], timeout_s: float) -> str:
+    """Of its output. Raises LaunchError where it says nothing in time, or ended."""
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], timeout_s)
+    line = process.stdout.readline() if ready else ""
+    if not line:
+        raise LaunchError(f"the driver ended, or said no address in {timeout_s:.0f} s; see its log")
+    return line
 
 
 async def _measure(
