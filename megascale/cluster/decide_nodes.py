@@ -164,7 +164,7 @@ def hardware_seen(turn: Turn, event: HardwareSeen) -> None:
         fault = Fault(
             "nic" if event.kind.startswith("nic") else event.kind,
             (node.name,),
-            tuple(job.ranks_of(node)),
+            event.ranks or tuple(job.ranks_of(node)),
             job.epoch_step,
             text,
         )

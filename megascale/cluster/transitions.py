@@ -95,12 +95,16 @@ class RankExited:
 
 @dataclass(frozen=True)
 class HardwareSeen:
-    """A device, link or process of a node is sick. Not `certain`: it takes two in five minutes."""
+    """A device, link or process of a node is sick. Not `certain`: it takes two in five minutes.
+
+    ranks  whose process it is; none: all of the node's are concerned
+    """
 
     node: str
     kind: str
     detail: str = ""
     certain: bool = True
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

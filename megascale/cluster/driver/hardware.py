@@ -69,11 +69,10 @@ class Hardware:
                 del self._memory[old]
             memory = self._memory[key] = _Memory()
         signs = [*self._devices(memory, heartbeat.devices)]
-        signs += [
-            ("unkillable", f"rank {rank.rank} (pid {rank.pid}) does not end", True)
-            for rank in heartbeat.ranks
-            if rank.state == "unkillable"
-        ]
+        stuck = [rank for rank in heartbeat.ranks if rank.state == "unkillable"]
+        if stuck:
+            told = ", ".join(f"rank {rank.rank} (pid {rank.pid})" for rank in stuck)
+            signs.append(("unkillable", f"{told}: does not end", True))
         signs += [
             (_KERNEL_RULES[match.rule], match.line[:300], match.rule != "link")
             for match in heartbeat.log
@@ -84,7 +83,8 @@ class Hardware:
                 continue
             if certain:
                 memory.told.add(kind)
-            yield HardwareSeen(heartbeat.node, kind, detail, certain)
+            ranks = tuple(rank.rank for rank in stuck) if kind == "unkillable" else ()
+            yield HardwareSeen(heartbeat.node, kind, detail, certain, ranks)
         yield from memory.links.look(heartbeat, at_s)
 
     def _devices(

@@ -62,6 +62,14 @@ def test_clear_hardware_evicts_at_once_and_blocks_the_host(kind: str) -> None:
     assert hand.job.blocked == ("host-n1",)
 
 
+def test_of_a_process_that_does_not_end_its_rank_is_named() -> None:
+    hand = training(spares=1)
+    hand.go(HardwareSeen("n1", "unkillable", "rank 3 (pid 7): does not end", ranks=(3,)))
+    assert [one.ranks for one in hand.job.open] == [(3,)]
+    hand.stopped()
+    assert evicted(hand) == {"n1": True}
+
+
 def test_hardware_wins_over_the_exceptions_that_it_causes() -> None:
     hand = training(spares=1)
     hand.go(exits(hand, 2, 1, kind="exception", message="CUDA error: an illegal address"))
