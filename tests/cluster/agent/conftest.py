@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from megascale.cluster.agent import warm_calm, warm_process, warm_template
 from megascale.cluster.agent.proc import all_stats, marker_of
 from megascale.cluster.messages import RankPlace, StartRanks
 from tests.cluster.agent.fake_driver import TOKEN, FakeDriver
+from tests.cluster.agent.pools import BASE, TEMPLATE, Pool
 from tools.blocks import ROOT
 
 StartAgent = Callable[..., subprocess.Popen[bytes]]
@@ -114,3 +117,37 @@ def pids_in(file: Path, count: int, timeout_s: float = 10.0) -> list[int]:
             return [int(line) for line in lines]
         assert time.monotonic() < give_up, f"{file} has {lines}"
         time.sleep(0.02)
+
+
+@pytest.fixture
+def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    made = Pool(tmp_path)
+    monkeypatch.setattr(warm_process, "PROGRAM", (str(made.program),))
+    monkeypatch.setattr(warm_calm, "QUIET_S", 0.0)
+    yield made
+    for process in made.taken:
+        process.kill()
+        process.wait()
+    made.warm.close()
+    assert not made.pids
+
+
+@pytest.fixture
+def forking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    """A pool with a template that imports nothing; its file is template.py."""
+    monkeypatch.setitem(BASE, "PYTHONPATH", str(ROOT))
+    made = Pool(tmp_path, forks=True)
+    program = tmp_path / "template.py"
+    program.write_text(TEMPLATE.replace("THREAD", "False"))
+    monkeypatch.setattr(warm_template, "PROGRAM", (str(program),))
+    monkeypatch.setattr(warm_process, "PROGRAM", (str(made.program),))
+    monkeypatch.setattr(warm_calm, "QUIET_S", 0.0)
+    adopts = ctypes.CDLL(None).prctl
+    adopts(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    yield made
+    for process in made.taken:
+        process.kill()
+        process.wait()
+    made.warm.close()
+    adopts(36, 0, 0, 0, 0)
+    assert not made.pids
