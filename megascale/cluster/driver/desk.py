@@ -26,7 +26,10 @@ _FAR = 1 << 20  # epochs that no number of restarts explains
 
 @dataclass
 class Seat:
-    """heard_s: last heartbeat. ranks: those that this node may report, of the present epoch."""
+    """heard_s: last heartbeat. ranks: those that this node may report, of the present epoch.
+
+    commands  not known to be with the agent; sent: without a result, of both the newest
+    """
 
     node: str
     incarnation: str = ""
@@ -37,6 +40,7 @@ class Seat:
     leave: bool = False
     is_told: bool = False  # that it is to leave
     commands: deque[Command] = field(default_factory=lambda: deque(maxlen=MOST_COMMANDS))
+    sent: dict[int, Command] = field(default_factory=dict)
     superseded: set[str] = field(default_factory=set)
     wake: Callable[[], None] | None = None  # ends the long poll that waits
 
@@ -68,7 +72,6 @@ class Desk:
         self._something = threading.Event()
         self._seats: dict[str, Seat] = {}
         self._batch = Batch()
-        self._sent: dict[tuple[str, int], Command] = {}
         self._count = 0
         self.sync(job)
 
@@ -164,12 +167,12 @@ class Desk:
             if seat is None or seat.incarnation != message.incarnation:
                 self.refusals.note("result of an unknown incarnation", message.node)
                 return Heard(epoch=self.job.epoch, known=False)
-            command = self._sent.pop((message.node, message.sequence), None)
-            if command is None:
-                self.refusals.note("result of no command of this driver", message.node)
-            else:
+            command = seat.sent.pop(message.sequence, None)
+            if command is not None:
                 self._batch.results.append((message, command))
                 seat.is_told |= command.order.kind == "leave"
+            elif not seat.leave:
+                self.refusals.note("result of no command of this driver", message.node)
         self._something.set()
         return Heard(epoch=self.job.epoch, leave=seat.leave)
 
@@ -194,12 +197,15 @@ class Desk:
         """The answer to a join that was decided."""
         cluster = self.job.policy.cluster
         with self._lock:
+            if event.node not in self.job.nodes:  # refused: its host is blocked
+                raise RefusedError(403, f"{event.node} is not wanted; end it")
             seat = self._seats.setdefault(event.node, Seat(event.node))
             if seat.incarnation != event.incarnation:
                 if seat.incarnation:
                     seat.superseded.add(seat.incarnation)
                 seat.incarnation, seat.leave = event.incarnation, False
                 seat.commands.clear()
+                seat.sent.clear()
             seat.is_joined, seat.heard_s = True, self.clock()
             self._fit(seat)
             if seat.leave:
@@ -226,7 +232,9 @@ class Desk:
             sequence = (epoch << _EPOCH_SHIFT) + self._count
             command = Command(epoch=epoch, sequence=sequence, order=order)
             seat.commands.append(command)
-            self._sent[node, sequence] = command
+            seat.sent[sequence] = command
+            if len(seat.sent) > MOST_COMMANDS:
+                del seat.sent[next(iter(seat.sent))]
             wake = seat.wake
         if wake is not None:
             wake()
@@ -253,6 +261,9 @@ class Desk:
         seat.ranks = self.job.ranks_of(node)
         is_it = node.incarnation == seat.incarnation
         seat.leave = is_it and node.state in OVER
+        if node.state in ("lost", "evicted"):  # it is told to leave, and obeys nothing more
+            seat.commands.clear()
+            seat.sent.clear()
 
     def silences(self, now_s: float) -> dict[str, float]:
         """Seconds since each node was heard."""
