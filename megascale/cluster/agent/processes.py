@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megascale.cluster.agent.birth_command import birth
 from megascale.cluster.agent.ledger import HELPER, PAGE_VARIABLE, Ledger, Member, Record, sweep
-from megascale.cluster.agent.proc import Stat, all_stats, marker_of, read_stat
+from megascale.cluster.agent.proc import Stat, all_stats, has_dead_child, marker_of, read_stat
 from megascale.cluster.agent.progress import make_page, page_path, rank_of_page
 from megascale.cluster.agent.rank_process import (
     Deadlines,
@@ -213,7 +213,7 @@ class Ranks:
 
     def _scan(self, now_s: float) -> None:
         self._scanned_s = now_s
-        if not self._ranks:
+        if not self._ranks and not has_dead_child():
             return
         stats = all_stats()
         for rank in self._ranks:

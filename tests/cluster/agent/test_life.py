@@ -54,6 +54,27 @@ def test_a_rank_takes_its_family_along(
     assert not zombies
 
 
+def test_what_dies_on_a_node_without_ranks_is_collected(
+    driver: FakeDriver, start_agent: StartAgent, tmp_path: Path
+) -> None:
+    """Such as a template's child that its agent never heard of."""
+    hook = tmp_path / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if sys.orig_argv[1:3] == ['-m', 'megascale.cluster.agent']:\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0:\n"
+        "        os.setsid()\n"
+        "        os._exit(0)\n"
+        f"    open({str(tmp_path / 'child')!r}, 'w').write(str(pid))\n"
+    )
+    agent = start_agent(path=str(hook))
+    driver.wait(lambda: driver.beats, 20.0, "heartbeat")
+    child = int((tmp_path / "child").read_text())
+    driver.wait(lambda: read_stat(child) is None, 10.0, f"end of {child} under {agent.pid}")
+
+
 def test_a_killed_agent_takes_families_along(
     driver: FakeDriver, start_agent: StartAgent, ordered: Ordered, tmp_path: Path
 ) -> None:
