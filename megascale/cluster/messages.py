@@ -4,12 +4,10 @@
     POST /v1/heartbeat  Heartbeat  -> Heard         each second
     GET  /v1/commands?node=&incarnation=&after=     long poll, at most POLL_S: list of Command
     POST /v1/results    Result     -> Heard         once a command
-    GET  /v1/status                -> Status        people, the dashboard, tests
-    POST /v1/evict      EvictRequest, POST /v1/stop, POST /v1/update UpdateRequest -> Accepted
 
-All with `Authorization: Bearer TOKEN`. Unknown fields are refused; what is not known is absent.
-Sizes are bounded here, so that one agent cannot fill the driver: texts are cut by the sender to
-TEXT characters, lists by their `max_length`.
+What people say is in `people.py`. All with `Authorization: Bearer TOKEN`. Unknown fields are
+refused; what is not known is absent. Sizes are bounded here, so that one agent cannot fill the
+driver: texts are cut by the sender to TEXT characters, lists by their `max_length`.
 
 Times: `age_s` and other durations are the sender's own monotonic differences; `unix_ns` is for
 people and never compared.
@@ -307,87 +305,3 @@ class Command(Message):
     epoch: Count
     sequence: Count
     order: Order
-
-
-# ---------------------------------------------------------------- people
-
-
-class EvictRequest(Message):
-    node: Name
-    reason: Text
-    block: bool = True
-
-
-class UpdateRequest(Message):
-    """Hot update: the next epoch starts with these overrides (and code as it is on disk then)."""
-
-    overrides: list[Text] = Field(default_factory=list, max_length=64)
-    reason: Text = ""
-
-
-class Accepted(Message):
-    """What was asked for will be decided next; `/v1/status` shows what came of it."""
-
-    epoch: Count
-
-
-class NodeStatus(Message):
-    """ranks: of this node, the first and the last; None for a spare."""
-
-    node: Name
-    state: Name
-    host: str
-    switch: str | None = None
-    node_rank: Count | None = None
-    ranks: tuple[Count, Count] | None = None
-    silence_s: Seconds
-
-
-class IncidentStatus(Message):
-    """An open one. opened_s: of the job's clock."""
-
-    number: Count
-    cause: str
-    opened_s: Seconds
-    nodes: list[str] = Field(default_factory=list)
-    ranks: list[Count] = Field(default_factory=list)
-    step: Count | None = None
-    text: str = ""
-
-
-class ReadoptedStatus(Message):
-    """Agents of the driver before: which came to this one within `seconds`, which did not."""
-
-    agents: list[str]
-    missing: list[str] = Field(default_factory=list)
-    seconds: Seconds
-
-
-class Status(Message):
-    """The job at a glance.
-
-    phase     as `cluster/job.py` names them
-    job_s     since the job's start, over restarts of the driver
-    ledger_s  where that time went, by kind (`cluster/ledger.py`); booked up to the last transition
-    ettr      useful share of it
-    refused   requests that were refused, by kind
-    drivers   that the job has had; `readopted`: by the present one, None until that is known
-    """
-
-    phase: Name
-    epoch: Count
-    run_dir: str
-    job_s: Seconds
-    newest_step: Count
-    epoch_step: Count | None = None
-    world_size: Count
-    nodes: list[NodeStatus]
-    incidents: list[IncidentStatus]
-    restarts: dict[str, Count]
-    blocked: list[str]
-    ledger_s: dict[str, Seconds]
-    ettr: float | None = None
-    refused: dict[str, Count]
-    drivers: Count = 1
-    readopted: ReadoptedStatus | None = None
-    report: str = ""

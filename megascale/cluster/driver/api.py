@@ -1,4 +1,4 @@
-"""The driver's HTTP API, over the desk (`messages.py` has the messages). OpenAPI: /openapi.json.
+"""The driver's HTTP API, over the desk: `messages.py` and `people.py`. OpenAPI: /openapi.json.
 
 `gate.py` stands before it: here, everybody has the token and nothing is too large.
 """
@@ -16,19 +16,16 @@ from megascale.cluster.driver.status import status_of
 from megascale.cluster.job import OVER
 from megascale.cluster.messages import (
     POLL_S,
-    Accepted,
     Command,
     Count,
-    EvictRequest,
     Heard,
     Heartbeat,
     Join,
     Joined,
     Name,
     Result,
-    Status,
-    UpdateRequest,
 )
+from megascale.cluster.people import Accepted, EvictRequest, Status, UpdateRequest
 from megascale.cluster.transitions import EvictRequested, StopRequested, UpdateRequested
 from megascale.errors import ConfigError, require_extra
 

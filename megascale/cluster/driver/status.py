@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from megascale.cluster.driver.desk import Desk
 from megascale.cluster.job import natural
-from megascale.cluster.messages import IncidentStatus, NodeStatus, ReadoptedStatus, Status
+from megascale.cluster.people import IncidentStatus, NodeStatus, ReadoptedStatus, Status
 
 
 def status_of(desk: Desk, run_dir: str, job_s: float) -> Status:

@@ -16,7 +16,7 @@ import httpx
 from megascale.cluster.backends.base import BackendError, Machine, MachineEvent
 from megascale.cluster.driver.program import Program
 from megascale.cluster.driver.session import Job, Started, start
-from megascale.cluster.messages import Status
+from megascale.cluster.people import Status
 from megascale.cluster.transitions import Policy
 
 
