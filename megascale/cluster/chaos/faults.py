@@ -116,7 +116,7 @@ KINDS: dict[str, Kind] = {
         "restart",
         options={"scale": 64.0, "steps": 6},
         values=True,
-        overrides=("cluster.loss_spike=0.3",),
+        overrides=("cluster.loss_spike=0.3", "checkpoint.keep_latest_k=10"),
     ),
     "bit_flip": Kind(
         inject.ordered("flip"),

@@ -60,6 +60,7 @@ class Digest:
         self._told_exits: set[int] = set()
         self._started = False
         self._step: int | None = None
+        self._behind: set[int] = set()  # ranks that have finished no step after `_step`
         self._saved_s = 0.0
         self._durations_s: deque[float] = deque(maxlen=50)
         self._timed_step = 0
@@ -95,15 +96,13 @@ class Digest:
             self._started = True
             assert self.epoch is not None, job.phase
             yield RanksStarted(self.epoch)
-        finished = [seen.finished for seen in self.ranks.values()]
-        step = min((one for one in finished if one is not None), default=None)
-        if None in finished or step is None or step < 1 or step == self._step:
+        if self._behind:  # a batch comes some tens of times a second, and ranks are thousands
             return
-        if self._step is None or step > self._step:
-            assert self.epoch is not None, job.phase
-            saved_s, self._saved_s = self._saved_s, 0.0
-            self._step = step
-            yield StepReached(self.epoch, step, saved_s)
+        assert self.epoch is not None, job.phase
+        self._step = step = min(seen.finished or 0 for seen in self.ranks.values())
+        self._behind = {r for r, seen in self.ranks.items() if (seen.finished or 0) <= step}
+        saved_s, self._saved_s = self._saved_s, 0.0
+        yield StepReached(self.epoch, step, saved_s)
 
     def ages(self) -> list[RankAge]:
         """Of the ranks that run, as their last heartbeat told: what a silent node's ranks do is
@@ -150,6 +149,7 @@ class Digest:
     def _begin(self, epoch: int | None) -> None:
         self.epoch, self.ranks, self._told_exits = epoch, {}, set()
         self._started, self._step, self._saved_s = False, None, 0.0
+        self._behind = set()
         self._durations_s.clear()
         self._timed_step = 0
         self.noticed = []
@@ -158,6 +158,7 @@ class Digest:
         seen = self.ranks.get(report.rank)
         if seen is None:
             seen = self.ranks[report.rank] = RankSeen(report, at_s)
+            self._behind.add(report.rank)
         progress = report.progress
         if progress is not None and progress.phase == "checkpoint" and report.rank == 0:
             self._saved_s += min(progress.age_s, max(0.0, at_s - seen.at_s))
@@ -173,6 +174,8 @@ class Digest:
         finished = _finished(report)
         if finished is not None:
             seen.finished = max(finished, seen.finished or 0)
+            if seen.finished > (self._step or 0):
+                self._behind.discard(report.rank)
 
     def _see_nics(self, heartbeat: Heartbeat) -> None:
         """Settings come with a change and once a minute: they stay until they are taken."""

@@ -89,8 +89,13 @@ class Program:
         chosen = committed[:back]
         if newest_step is not None:
             chosen += [one for one in committed[back:] if _step(one) > newest_step]
-        if len(chosen) == len(committed):
-            chosen = chosen[:-1]
+        if chosen and len(chosen) == len(committed):
+            *chosen, oldest = chosen
+            _log.warning(
+                "checkpoint %s is the oldest that is left, so it is used though an earlier one is "
+                "wanted; checkpoint.keep_latest_k says how many are kept",
+                oldest.name,
+            )
         for path in chosen:
             path.rename(path.with_name(ASIDE + path.name))
             _log.warning("checkpoint %s is set aside as %s%s", path.name, ASIDE, path.name)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -114,6 +115,7 @@ class Driver:
         give_back = False
         gc.freeze()
         gc.set_threshold(50_000, 20, 50)  # heartbeats make no circles, and a full pass takes long
+        sys.setswitchinterval(5e-4)  # heartbeats are answered beside what is decided
         try:
             self._begin()
             next_s = last_s = time.monotonic()

@@ -61,7 +61,11 @@ def left(run_dir: Path) -> list[str]:
     [(0, None, [2, 4, 6]), (1, None, [2, 4]), (9, None, [2]), (0, 4, [2, 4]), (0, 1, [2])],
 )
 def test_newest_checkpoints_are_set_aside_and_one_stays(
-    tmp_path: Path, back: int, newest_step: int | None, kept: list[int]
+    tmp_path: Path,
+    back: int,
+    newest_step: int | None,
+    kept: list[int],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     checkpoints(tmp_path, 2, 4, 6)
     (tmp_path / "checkpoints" / "step-00000008").mkdir()  # interrupted: nobody loads it
@@ -69,6 +73,8 @@ def test_newest_checkpoints_are_set_aside_and_one_stays(
     assert left(tmp_path) == [f"step-{step:08d}" for step in [*kept, 8]]
     aside = [p for p in (tmp_path / "checkpoints").iterdir() if p.name.startswith("aside-")]
     assert len(aside) == 3 - len(kept), "nothing is deleted"
+    told = "step-00000002 is the oldest that is left, so it is used" in caplog.text
+    assert told == (kept == [2])
 
 
 def test_newest_is_who_was_committed_last(tmp_path: Path) -> None:
