@@ -104,12 +104,16 @@ class Digest:
         saved_s, self._saved_s = self._saved_s, 0.0
         yield StepReached(self.epoch, step, saved_s)
 
-    def ages(self) -> list[RankAge]:
-        """Of the ranks that run, as their last heartbeat told: what a silent node's ranks do is
-        not known, and its silence is judged apart."""
+    def ages(self, least_s: float) -> list[RankAge]:
+        """Of the ranks that run and are saving or have said nothing for `least_s`, as their last
+        heartbeat told: what a silent node's ranks do is not known, and its silence is judged
+        apart."""
         found = []
         for rank, seen in self.ranks.items():
             report = seen.report
+            progress = report.progress
+            if progress is not None and progress.age_s <= least_s and progress.phase not in SAVING:
+                continue
             if report.state not in ("starting", "running"):
                 continue
             found.append(

@@ -51,6 +51,16 @@ class Stall:
     step: int | None
 
 
+def least_deadline_s(cluster: ClusterConfig) -> float:
+    """Who said something within it is inside every deadline."""
+    return min(
+        cluster.step_deadline_s,
+        cluster.init_deadline_s,
+        cluster.first_step_deadline_s,
+        cluster.save_deadline_s,
+    )
+
+
 def deadline_s(rank: RankAge, cluster: ClusterConfig, median_step_s: float | None) -> float:
     """Seconds that `rank` may be without a word in its phase."""
     step_s = max(cluster.step_deadline_s, MEDIANS * (median_step_s or 0.0))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from megascale.cluster.driver import detectors
 from megascale.cluster.driver.digest import Digest
 from megascale.cluster.driver.program import Program
-from megascale.cluster.driver.progress import find_stall
+from megascale.cluster.driver.progress import find_stall, least_deadline_s
 from megascale.cluster.driver.reading import Readings
 from megascale.cluster.job import JobState
 from megascale.cluster.messages import Command, Result
@@ -48,7 +48,9 @@ class Watch:
             yield from self._localise(digest, job, now_s)
             return
         self._look = None
-        stall = find_stall(digest.ages(), job.policy.cluster, digest.median_step_s)
+        cluster = job.policy.cluster
+        ages = digest.ages(least_deadline_s(cluster))
+        stall = find_stall(ages, cluster, digest.median_step_s)
         if stall is not None:
             self._look = _Look(now_s, job.epoch)  # a dump may be here before the next look
             yield HangSuspected(stall.ranks, stall.reason, stall.step)

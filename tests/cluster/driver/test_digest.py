@@ -11,7 +11,7 @@ import pytest
 from megascale.cluster.driver.detectors import Detectors, localise_hang
 from megascale.cluster.driver.digest import Digest
 from megascale.cluster.driver.program import Program
-from megascale.cluster.driver.progress import RankAge, deadline_s, find_stall
+from megascale.cluster.driver.progress import RankAge, deadline_s, find_stall, least_deadline_s
 from megascale.cluster.job import JobState
 from megascale.cluster.messages import Heartbeat
 from megascale.cluster.transitions import (
@@ -235,7 +235,15 @@ def test_a_stall_names_the_longest_first_and_a_long_save_is_none() -> None:
 def test_the_ranks_of_a_silent_node_do_not_age() -> None:
     digest, state = Digest(), job()
     events(digest, state, 1.0, *both(3))
-    assert {rank.age_s for rank in digest.ages()} == {0.1}
+    assert {rank.age_s for rank in digest.ages(0.0)} == {0.1}
+
+
+def test_who_said_something_just_now_is_not_looked_at_but_while_saving() -> None:
+    digest, state = Digest(), job()
+    events(digest, state, 1.0, *both(3))
+    assert not digest.ages(least_deadline_s(ClusterConfig()))
+    events(digest, state, 2.0, *both(3, phase="checkpoint"))
+    assert len(digest.ages(least_deadline_s(ClusterConfig()))) == 4
 
 
 # ---------------------------------------------------------------- detectors
