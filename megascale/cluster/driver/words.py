@@ -26,6 +26,7 @@ from megascale.cluster.decide import Decision
 from megascale.cluster.job import Fault, JobState
 from megascale.cluster.transitions import CheckDone, CommandFailed, Event, NodeJoined, RanksStarted
 
+LONGEST = 500  # characters of a line
 MOST_A_SECOND = 20  # of the lines that a node each may cause
 _log = logging.getLogger(__name__)
 
@@ -93,6 +94,12 @@ def _signal(fault: Fault) -> str:
     return number or fault.signal or "a signal"
 
 
+def _short(line: str) -> str:
+    """An error may be as long as its rank likes; the journal has all of it."""
+    left = len(line) - LONGEST
+    return line if left <= 0 else f"{line[:LONGEST]}... and {left} characters, in the journal"
+
+
 class Dated(logging.Formatter):
     """The date on a line of its own before the first line of a day."""
 
@@ -116,7 +123,7 @@ class Words:
     def say(self, event: Event | None, decision: Decision) -> None:
         for is_usual, line in self.lines(event, decision):
             if not is_usual or self._may(1):
-                (_log.info if is_usual else _log.warning)("%s", line)
+                (_log.info if is_usual else _log.warning)("%s", _short(line))
 
     def lines(self, event: Event | None, decision: Decision) -> Iterator[tuple[bool, str]]:
         """(usual, line). The usual may be left out where there are very many."""

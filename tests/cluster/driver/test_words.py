@@ -9,7 +9,7 @@ import pytest
 
 from megascale.cluster import transitions
 from megascale.cluster.driver.first_rank import LOG, MOST_LINES, FirstRank
-from megascale.cluster.driver.words import MOST_A_SECOND, Dated, Words, happened
+from megascale.cluster.driver.words import LONGEST, MOST_A_SECOND, Dated, Words, happened
 from megascale.cluster.job import Fault
 from megascale.cluster.transitions import (
     Allocated,
@@ -164,6 +164,15 @@ def test_a_thousand_nodes_that_join_are_some_lines(caplog: pytest.LogCaptureFixt
             event = NodeJoined(f"n{number}", "i", f"h{number}", "ip")
             words.say(event, hand.go(event))
     assert 0 < len(caplog.records) <= 10 * MOST_A_SECOND
+
+
+def test_an_error_as_long_as_a_novel_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    words, hand = Words(), training()
+    fault = transitions.RankExited(3, 1, hand.job.epoch, kind="exception", message="e" * 4000)
+    words.say(fault, hand.go(fault))
+    (line,) = [one for one in shown(caplog) if "eee" in one]
+    assert len(line) < LONGEST + 60
+    assert line.endswith("characters, in the journal")
 
 
 def test_the_date_is_told_once_a_day() -> None:
