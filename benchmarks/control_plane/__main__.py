@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
 import select
 import statistics
@@ -115,6 +116,7 @@ def _first_line(process: subprocess.Popen[str], timeout_s: float) -> str:
 async def _measure(
     given: argparse.Namespace, driver_pid: int, connect: tuple[str, int, str], journal: Path
 ) -> Found:
+    gc.disable()  # a thousand agents have a thousand interpreters, none with a pass this long
     seen = Seen()
     agents = [Agent(i, given.ranks, seen, connect) for i in range(given.agents)]
     began_s = time.monotonic()

@@ -11,20 +11,20 @@ which train on meanwhile.
 
 from __future__ import annotations
 
-import gc
 import logging
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megascale.cluster.actions import FinishJob
 from megascale.cluster.backends.base import Backend, Machine
 from megascale.cluster.decide import Decision, begin, decide
 from megascale.cluster.driver.actions import Hands
 from megascale.cluster.driver.desk import Batch, Desk, JoinAsked
 from megascale.cluster.driver.digest import Digest
 from megascale.cluster.driver.first_rank import FirstRank
+from megascale.cluster.driver.interpreter import answering
 from megascale.cluster.driver.journal import Journal
 from megascale.cluster.driver.lock import DriverLock, FencedDriverError
 from megascale.cluster.driver.program import Program
@@ -113,36 +113,38 @@ class Driver:
         """The exit code of the job. Raises FencedDriverError where another driver took over."""
         self._hands = Hands(self.desk, self._make_backend(), self._program)
         give_back = False
-        gc.freeze()
-        gc.set_threshold(50_000, 20, 50)  # heartbeats make no circles, and a full pass takes long
-        sys.setswitchinterval(5e-4)  # heartbeats are answered beside what is decided
         try:
             self._begin()
-            next_s = last_s = time.monotonic()
-            while self._hands.finished is None:
-                self.desk.wait(WAIT_S)
-                now_s = time.monotonic()
-                if now_s - last_s > STOOD_STILL_S:
-                    _log.warning("this driver stood still for %.1f s", now_s - last_s)
-                    self.desk.forgive(now_s)
-                last_s = now_s
-                if self._hands.fenced is not None:
-                    raise FencedDriverError(str(self._hands.fenced))
-                self._take(self.desk.take())
-                if now_s >= next_s:
-                    next_s = now_s + SECOND_S
-                    self.lock.check()
-                    self._each_second(now_s)
+            with answering() as look:
+                finished = self._decide_until_the_end(self._hands, look)
             give_back = True
             self._say_goodbye()
             self._first_rank.end()
-            finished = self._hands.finished
             (_log.info if finished.ok else _log.error)("%s", finished.report)
             return finished.exit_code
         finally:
             self._hands.close(give_back=give_back)
             self.journal.close()
             self.lock.release()
+
+    def _decide_until_the_end(self, hands: Hands, look: Callable[[float], None]) -> FinishJob:
+        next_s = last_s = time.monotonic()
+        while (finished := hands.finished) is None:
+            self.desk.wait(WAIT_S)
+            now_s = time.monotonic()
+            if now_s - last_s > STOOD_STILL_S:
+                _log.warning("this driver stood still for %.1f s", now_s - last_s)
+                self.desk.forgive(now_s)
+            last_s = now_s
+            if hands.fenced is not None:
+                raise FencedDriverError(str(hands.fenced))
+            self._take(self.desk.take())
+            if now_s >= next_s:
+                next_s = now_s + SECOND_S
+                self.lock.check()
+                self._each_second(now_s)
+                look(now_s)
+        return finished
 
     # ------------------------------------------------------------ beginnings
 
