@@ -4,7 +4,7 @@ are compared with."""
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -84,16 +84,23 @@ def _run(
         references[settings] = run_reference(recipe, words, where, world_size, newest)
     for one in done:
         if one.newest_step:
-            spoilt = {
-                line.step for line in one.lines if line.step is not None and KINDS[line.kind].values
-            }
             reference = references.get(one.plan.overrides)
-            one.checks = verify(one.folder, reference, spoilt=spoilt, ports=one.ports)
+            one.checks = verify(one.folder, reference, spoilt=spoilt(one.lines), ports=one.ports)
     jobs = [
         report.JobResult(str(one.folder), one.lines, one.checks, one.ettr, one.newest_step)
         for one in done
     ]
     return report.Result(schedule.name, jobs)
+
+
+def spoilt(lines: Sequence[Line]) -> set[int]:
+    """Steps that faults had computed wrong: from each such fault on, as many as were done again."""
+    return {
+        step
+        for line in lines
+        if line.step is not None and KINDS[line.kind].values
+        for step in range(line.step, line.step + max(1, line.lost_steps or 0))
+    }
 
 
 def _needed(done: list[Done]) -> dict[tuple[str, ...], int]:

@@ -13,6 +13,7 @@ from megascale.cluster.chaos.faults import KINDS
 from megascale.cluster.chaos.inject import Hit
 from megascale.cluster.chaos.judge import Line, Story, tell
 from megascale.cluster.chaos.observe import Journal, Turn
+from megascale.cluster.chaos.run import spoilt
 from megascale.cluster.driver import journal as journals
 from megascale.cluster.transitions import (
     CheckDone,
@@ -175,3 +176,10 @@ def test_the_stop_at_the_end_is_no_decision(
     assert _judge("fuzz", hit, job.turns()).decided_s is None
     assert Story.since(KINDS["kill"], hit, job.turns()).decided() is None
     job.go(EvictRequested(job.hand.job.holders[0], "no"))
+
+
+def test_steps_that_were_computed_wrong_are_those_done_again() -> None:
+    jump = Line(1, "loss_spike", "rank 2", 0.0, step=16, lost_steps=4)
+    flip = Line(2, "bit_flip", "rank 3", 9.0, step=40)
+    kill = Line(3, "kill", "rank 1", 20.0, step=60, lost_steps=1)
+    assert spoilt([jump, flip, kill]) == {16, 17, 18, 19, 40}
