@@ -1,9 +1,9 @@
 """The interpreter of a driver that answers some thousand heartbeats a second beside deciding.
 
-Two of its habits make them late. A pass of the collector over what a second of heartbeats leaves
-takes 150 ms at 12,288 ranks and finds nothing, because messages make no circles: there is one pass
-in COLLECT_S instead. And a thread that computes gives the lock up after 5 ms only when it is asked,
-which an answer does several times: SWITCH_S.
+Two of its habits make them late. A pass of the collector over the newest 50,000 objects took 150 ms
+at 12,288 ranks, came every three seconds and found nothing, because messages make no circles: there
+is one pass in COLLECT_S instead, over everything. And a thread that computes gives the lock up after
+5 ms only when it is asked, which an answer does several times: SWITCH_S.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-COLLECT_S = 600.0  # a pass over everything takes up to 0.6 s
+COLLECT_S = 600.0
 SWITCH_S = 5e-4
 
 
