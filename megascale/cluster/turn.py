@@ -73,7 +73,8 @@ class Turn:
         quiet_after_s = self.now_s + QUIET_S if ends == "quiet" else None
         known = self.job.incident(cause)
         if known is not None:
-            acted_on = known.ends == "quiet" and ends != "quiet"
+            is_alert = known.ends == "quiet"
+            acted_on = is_alert and ends != "quiet"
             self._exchange(
                 replace(
                     known,
@@ -81,7 +82,7 @@ class Turn:
                     ranks=_joined(known.ranks, ranks),
                     epoch=self.job.epoch if acted_on else known.epoch,
                     ends=ends if acted_on else known.ends,
-                    quiet_after_s=None if acted_on else quiet_after_s,
+                    quiet_after_s=quiet_after_s if is_alert else known.quiet_after_s,
                 )
             )
             return known.number

@@ -2,8 +2,8 @@
 
 Two of its habits make them late. A pass of the collector over the newest 50,000 objects took 150 ms
 at 12,288 ranks, came every three seconds and found nothing, because messages make no circles: there
-is one pass in COLLECT_S instead, over everything. And a thread that computes gives the lock up after
-5 ms only when it is asked, which an answer does several times: SWITCH_S.
+is one pass in COLLECT_S instead, over everything. And a thread that computes gives the lock up only
+5 ms after it is asked to, and an answer asks several times: SWITCH_S.
 """
 
 from __future__ import annotations

@@ -322,6 +322,8 @@ def test_a_jump_of_the_loss_goes_back_to_before_it_and_its_alert_ends_with_that(
     assert alert.ends == "quiet"
     hand.go(Found(replace(jump, step=9, certain=True)))
     assert [one.number for one in hand.job.open] == [alert.number]
+    hand.go(Found(jump))  # said once more: it ends with the act all the same
+    assert [(one.ends, one.quiet_after_s) for one in hand.job.open] == [("step", None)]
     hand.stopped()
     hand.checked()
     assert hand.the(StartEpoch).newest_step == 7
