@@ -96,6 +96,20 @@ class TelemetryConfig(Section):
         False,
         description="mark every operator by class of work, forward and backward; for measurements",
     )
+    ongoing_after_s: float = Field(
+        10.0, gt=0.0, description="a collective waited for so long: the rank records what it is in"
+    )
+    queue: str = Field(
+        "",
+        pattern=r"^($|redis://|kafka://)",
+        description="streamers publish to it: redis://HOST:PORT/NAME, kafka://HOST:PORT/TOPIC; "
+        "empty: straight from the run's files",
+    )
+    keep_gb: float = Field(20.0, gt=0.0, description="the store's size; its oldest spans go first")
+    keep_days: float = Field(30.0, gt=0.0, description="the store's age, in days")
+    prometheus_port: int = Field(
+        0, ge=0, le=65535, description="a node's endpoint, on loopback; 0: none"
+    )
 
     @model_validator(mode="after")
     def _somebody_records(self) -> TelemetryConfig:

@@ -12,10 +12,12 @@ from typing import Any
 from megascale.errors import DataError
 from megascale.events.schema import (
     Anchor,
+    Counters,
     Dropped,
     Event,
     Header,
     Incident,
+    Ongoing,
     Span,
     Step,
     Sums,
@@ -23,7 +25,8 @@ from megascale.events.schema import (
 
 SCHEMA_VERSION = 1
 _KINDS: dict[str, type[Any]] = {
-    cls.kind: cls for cls in (Header, Span, Sums, Step, Incident, Anchor, Dropped)
+    cls.kind: cls
+    for cls in (Header, Span, Sums, Step, Incident, Ongoing, Counters, Anchor, Dropped)
 }
 _FIELDS = {cls: tuple(f.name for f in fields(cls)) for cls in _KINDS.values()}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -111,6 +111,52 @@ class Incident:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ongoing:
+    """What a rank was in when a collective had not come in time (MegaScale 5.2). A rank that hangs
+    by itself cannot say so: the ranks without this record are the suspects.
+
+    t_ns, waited_ns  when it is said, and since when `name` is open
+    phase            of `PHASES`, as on the progress page
+    seq              which operation of `group`; of a pipeline, of the transfers with `peers`
+    peers            global ranks of the group, this one left out; of a transfer its other end
+    error            where the wait ended with one
+    """
+
+    kind: ClassVar[str] = "ongoing"
+    rank: int
+    t_ns: int
+    waited_ns: int
+    name: str
+    step: int | None = None
+    phase: str | None = None
+    op: str | None = None
+    group: str | None = None
+    seq: int | None = None
+    peers: Sequence[int] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """Bytes that a port had sent and received at one instant. Of a node's own file `rank` is -1.
+
+    port               "nvlink0.3", "eth0", "mlx5_0/1"
+    speed_bytes_per_s  what its link can do in one direction, where that is known
+    congestion         marks of congestion so far (ECN, pauses, discards), where they are counted
+    """
+
+    kind: ClassVar[str] = "counters"
+    rank: int
+    host: str
+    port: str
+    t_ns: int
+    sent_bytes: int
+    received_bytes: int
+    speed_bytes_per_s: float | None = None
+    congestion: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Anchor:
     """One instant on two clocks: the host's monotonic one, and the device's or wall time."""
 
@@ -133,7 +179,7 @@ class Dropped:
     count: int
 
 
-Event = Header | Span | Sums | Step | Incident | Anchor | Dropped
+Event = Header | Span | Sums | Step | Incident | Ongoing | Counters | Anchor | Dropped
 
 
 def run_header(
