@@ -1,0 +1,1 @@
+"""What diagnosis costs and finds: rows of `telemetry` (docs/diagnosis.md)."""
