@@ -117,8 +117,11 @@ class Ongoing:
 
     t_ns, waited_ns  when it is said, and since when `name` is open
     phase            of `PHASES`, as on the progress page
-    seq              which operation of `group`; of a pipeline, of the transfers with `peers`
+    seq              which operation of `group`, a channel of the pipeline is one; absent where the
+                     wait has no number: then who stands at the same `name` and `op` has come
     peers            global ranks of the group, this one left out; of a transfer its other end
+    posted           the last operation that this rank has come to, by group: so others see whether
+                     it has come to theirs
     error            where the wait ended with one
     """
 
@@ -129,10 +132,13 @@ class Ongoing:
     name: str
     step: int | None = None
     phase: str | None = None
+    chunk: int | None = None
+    micro_batch: int | None = None
     op: str | None = None
     group: str | None = None
     seq: int | None = None
     peers: Sequence[int] = ()
+    posted: Mapping[str, int] = field(default_factory=dict)
     error: str | None = None
 
 

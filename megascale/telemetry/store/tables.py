@@ -75,10 +75,13 @@ TABLES: Mapping[str, Mapping[str, str]] = {
         "waited_ns": "int64",
         "name": "string",
         "phase": "string",
+        "chunk": "int32",
+        "micro_batch": "int32",
         "op": "string",
         "group": "string",
         "seq": "int64",
         "peers": "string",  # JSON, global ranks
+        "posted": "string",  # JSON, the last operation by group
         "error": "string",
     },
     "incidents": {
