@@ -15,26 +15,36 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from megascale.errors import DataError
+
 MOST_BYTES = 1 << 20  # of one message's lines, but never less than one line
+SEPARATOR = ":"  # in a source, behind the file's name
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Lines `[offset, offset + len(lines))` of `source`.
+    """Bytes `[offset, end)` of `source`: whole lines.
 
-    source  names a file for good: its host and path, and its inode and birth, so that a file that
-            was replaced is another source
-    rank    whose lines they are; -1: the node's own
+    source       names a file for good, by its name and first line, wherever it lies: one that was
+                 replaced is another source, one that was copied or is seen by two nodes is the same
+    rank         whose lines they are; -1: the node's own
+    passed_over  bytes before `lines` that are no event: a line longer than any
     """
 
     source: str
     rank: int
     offset: int
     lines: bytes
+    passed_over: int = 0
 
     @property
     def end(self) -> int:
-        return self.offset + len(self.lines)
+        return self.offset + self.passed_over + len(self.lines)
+
+    @property
+    def file(self) -> str:
+        """The file's name, for people."""
+        return self.source.partition(SEPARATOR)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +55,18 @@ class Delivery:
     ticket: str
 
 
+class QueueError(DataError):
+    """The queue cannot be reached, or answers otherwise than a queue: try again later."""
+
+
 class Queue(Protocol):
-    """Every call has a deadline; QueueError (DataError) where the queue cannot be reached."""
+    """Every call has a deadline; QueueError where the queue cannot be reached."""
 
     def generation(self) -> str:
-        """Changes when the queue may have lost messages."""
+        """Changes when the queue may have lost messages, and by `ask_again`."""
+
+    def ask_again(self) -> None:
+        """The store misses bytes that nobody sends any more: streamers go back to `committed`."""
 
     def publish(self, messages: Sequence[Message]) -> int:
         """Take messages in order; how many were taken. Fewer than given: it is full, try later."""
