@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megascale.config import CommConfig
 from megascale.errors import LaunchError
+from megascale.parallel.spans import Span, no_span
 from megascale.topology import Coordinates, Mesh
 
 Group = dist.ProcessGroup | None
@@ -88,12 +89,14 @@ def _in_front(timeout: timedelta) -> dist.ProcessGroupNCCL.Options:
     return options
 
 
-def summer(group: Group) -> Callable[[Tensor], Tensor]:
-    """A function that sums a small tensor over `group` in place; the identity for None."""
+def summer(group: Group, name: str, span: Span = no_span) -> Callable[[Tensor], Tensor]:
+    """A function that sums a small tensor over `group` in place; the identity for None. It is a
+    span, `norm_sum` of the group's `name`, for who asks where a rank waits."""
 
     def sum_over_group(values: Tensor) -> Tensor:
         if group is not None:
-            dist.all_reduce(values, group=group)
+            with span("norm_sum", op=name):
+                dist.all_reduce(values, group=group)
         return values
 
     return sum_over_group

@@ -213,7 +213,8 @@ class ShardedDataParallel:
 
     def _sum_tied(self) -> None:
         if self.groups.embedding is not None:
-            _sum_runs([b.gradient for b in self.buckets if b.tied], self.groups.embedding)
+            with self.span("tied_sum"):
+                _sum_runs([b.gradient for b in self.buckets if b.tied], self.groups.embedding)
 
 
 def _sum_runs(runs: list[Tensor], group: dist.ProcessGroup) -> None:

@@ -39,7 +39,7 @@ from megascale.events import Dropped, Event, Incident, ProgressWriter, Span, Ste
 from megascale.telemetry.clock import Clock, Mark, MonotonicClock
 from megascale.telemetry.hooks import Hook
 from megascale.telemetry.page_reports import PageReports
-from megascale.telemetry.spans import SPAN_FIELDS, Batch, NoSpan, OpenSpan
+from megascale.telemetry.spans import SPAN_FIELDS, Batch, NoSpan, OpenSpan, UnderWay
 
 
 class Recorder:
@@ -70,10 +70,12 @@ class Recorder:
         self._queue: deque[Batch] = deque()
         self._open: dict[int, OpenSpan] = {}
         self._sequences: dict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
+        self._latest: dict[str, OpenSpan] = {}  # the last one of each group
         self._num_pending = self._num_dropped = self._num_dropped_said = 0
         self._num_requested = 0
         self._step: int | None = None
         self.failed_in: OpenSpan | None = None  # the innermost span that an error left first
+        self.on_failure: Callable[[OpenSpan, BaseException], object] | None = None
 
     def span(
         self, name: str, /, *, stream: str = "compute", host: bool = False, **fields: Any
@@ -148,22 +150,14 @@ class Recorder:
         for hook in self.hooks:
             hook.on_checkpoint(step, path)
 
-    def ongoing(self) -> list[Span]:
-        """Spans that have started and not ended, outermost first: what a hung rank is in."""
-        now_ns = time.monotonic_ns()
-        return [
-            Span(
-                rank=self.rank,
-                name=span.name,
-                t0_ns=span.since_ns,
-                dur_ns=now_ns - span.since_ns,
-                clock="host",
-                stream=span.stream,
-                step=self._step,
-                **span.fields,
-            )
-            for span in list(self._open.values())
-        ]
+    def under_way(self) -> UnderWay:
+        """All that has not been emitted, for who looks on from another thread."""
+        with self._lock:
+            batches = (*self._queue, self._batch)
+            ended = tuple(tuple(batch.spans) for batch in batches)
+        latest = {group: span.fields["seq"] for group, span in self._latest.copy().items()}
+        opened = tuple(self._open.copy().values())
+        return UnderWay(self.clock, self._step, batches[0], opened, ended, latest)
 
     def anchor(self) -> None:
         """Compare the clock with the host's: where the loop waits for the device anyway (a log
@@ -190,8 +184,17 @@ class Recorder:
     def opened(self, span: OpenSpan) -> None:
         """A span of this recorder starts."""
         self._open[id(span)] = span
+        if (group := span.fields.get("group")) is not None:
+            self._latest[group] = span
         if self._page is not None:
             self._page.started(span, self._step)
+
+    def failed(self, span: OpenSpan, error: BaseException) -> None:
+        """An error leaves a span of this recorder; the innermost is told first."""
+        if self.failed_in is None:
+            self.failed_in = span
+            if self.on_failure is not None:
+                self.on_failure(span, error)
 
     def ended(self, span: OpenSpan, last: Mark) -> None:
         """A span of this recorder ends, at `last`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
@@ -15,14 +16,11 @@ SPAN_FIELDS = frozenset(
 
 
 class SpanOwner(Protocol):
-    """The recorder, as a span knows it.
-
-    failed_in  the innermost span that an error left first
-    """
-
-    failed_in: OpenSpan | None
+    """The recorder, as a span knows it."""
 
     def opened(self, span: OpenSpan) -> None: ...
+
+    def failed(self, span: OpenSpan, error: BaseException) -> None: ...
 
     def ended(self, span: OpenSpan, last: Mark) -> None: ...
 
@@ -59,8 +57,8 @@ class OpenSpan:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is not None and self.recorder.failed_in is None:
-            self.recorder.failed_in = self
+        if error is not None:
+            self.recorder.failed(self, error)
         self.end()
 
     def __str__(self) -> str:
@@ -105,3 +103,21 @@ class Batch:
                 return False
             self.num_ready += 1
         return self.step is None or clock.ready(self.last)
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """What a recorder holds at one moment.
+
+    oldest  what was not emitted longest: another object as soon as it has been
+    open    spans that have started and not ended, outermost first
+    ended   spans that the host has left and the device may not have, with their end marks, by batch
+    latest  number of the last operation that the host has handed out, by group
+    """
+
+    clock: Clock
+    step: int | None
+    oldest: object
+    open: tuple[OpenSpan, ...]
+    ended: tuple[tuple[tuple[OpenSpan, Mark], ...], ...]
+    latest: Mapping[str, int]

@@ -142,7 +142,7 @@ def assemble(
     optimizer = build_optimizer(
         config.optimizer,
         zero.flats(),
-        _reductions(groups, names, _held_by_stages(config, mesh)),
+        _reductions(groups, names, _held_by_stages(config, mesh), span),
         kernels=None if config.operators.mode == "fused" else False,
     )
     program = StageProgram(
@@ -238,15 +238,15 @@ def _held_by_stages(config: RunConfig, mesh: Mesh) -> tuple[str, ...]:
 
 
 def _reductions(
-    groups: Groups, names: Sequence[str], held_by_stages: tuple[str, ...]
+    groups: Groups, names: Sequence[str], held_by_stages: tuple[str, ...], span: Span
 ) -> Reductions:
     return Reductions(
         names=tuple(dict.fromkeys(names)),
         tied=held_by_stages,
         tp_rank=groups.coordinates.tp_rank,
-        sum_over_data=summer(groups.data),
-        sum_over_tensor=summer(groups.tensor),
-        sum_over_pipeline=summer(groups.pipeline),
+        sum_over_data=summer(groups.data, "data", span),
+        sum_over_tensor=summer(groups.tensor, "tensor", span),
+        sum_over_pipeline=summer(groups.pipeline, "pipeline", span),
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from megascale.env import RankEnvironment, agent_environment, hostname, installe
 from megascale.events import ProgressWriter, run_header
 from megascale.parallel.clock import CudaEventClock
 from megascale.telemetry.clock import Clock, MonotonicClock
+from megascale.telemetry.deadline import Deadline
 from megascale.telemetry.hooks import Hook
 from megascale.telemetry.recorder import NullRecorder, Recorder
 from megascale.telemetry.writer import LineWriter, line_file
@@ -62,9 +64,21 @@ def open_recorder(
             epoch=agent.epoch,
         )
         try:
-            yield recorder
+            with _deadline(recorder, writer, mesh, device, telemetry.ongoing_after_s):
+                yield recorder
         finally:
             recorder.close()
+
+
+def _deadline(
+    recorder: Recorder, writer: LineWriter, mesh: Mesh, device: torch.device, after_s: float
+) -> AbstractContextManager[object]:
+    """What records the ongoing event of this rank; a world of one has no collectives."""
+    if mesh.world_size == 1:
+        return nullcontext()
+    on_cuda = device.type == "cuda"
+    prepare = partial(torch.cuda.set_device, device) if on_cuda else None
+    return Deadline(recorder, writer, mesh, after_s=after_s, prepare=prepare)
 
 
 def device_name(device: torch.device) -> str:

@@ -72,7 +72,7 @@ def _optimizer(zero: ShardedDataParallel) -> Optimizer:
     names = dict.fromkeys(segment.name for flat in flats for segment in flat.segments)
     every = dict.fromkeys(f"{unit}.{name}" for unit in range(UNITS) for name in SHAPES)
     assert names.keys() <= every.keys()
-    reductions = Reductions(tuple(every), sum_over_data=summer(zero.groups.data))
+    reductions = Reductions(tuple(every), sum_over_data=summer(zero.groups.data, "data"))
     return build_optimizer(OptimizerConfig(lr=1e-2), flats, reductions)
 
 
