@@ -11,7 +11,7 @@ are `tests/telemetry/path/test_queues.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from megascale.errors import DataError
 
 MOST_BYTES = 1 << 20  # of one message's lines, but never less than one line
 SEPARATOR = ":"  # in a source, behind the file's name
+CUT = 1 << 48  # what a cut adds to the offsets behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class Message:
     source       names a file for good, by its name and first line, wherever it lies: one that was
                  replaced is another source, one that was copied or is seen by two nodes is the same
     rank         whose lines they are; -1: the node's own
+    offset       in the file; and `CUT` for each time that the file was cut behind what had been
+                 read of it (a host that lost power), so that positions only grow
     passed_over  bytes before `lines` that are no event: a line longer than any
     """
 
@@ -43,8 +46,12 @@ class Message:
 
     @property
     def file(self) -> str:
-        """The file's name, for people."""
-        return self.source.partition(SEPARATOR)[0]
+        return file_of(self.source)
+
+
+def file_of(source: str) -> str:
+    """The name of the file that a source is."""
+    return source.rpartition(SEPARATOR)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +72,11 @@ class Queue(Protocol):
     def generation(self) -> str:
         """Changes when the queue may have lost messages, and by `ask_again`."""
 
-    def ask_again(self) -> None:
-        """The store misses bytes that nobody sends any more: streamers go back to `committed`."""
-
     def publish(self, messages: Sequence[Message]) -> int:
         """Take messages in order; how many were taken. Fewer than given: it is full, try later."""
 
     def take(self, most: int, wait_s: float) -> list[Delivery]:
-        """The oldest messages that nobody has, at most `most`; waits up to `wait_s` for the first.
+        """The oldest messages that nobody has, about `most`; waits up to `wait_s` for the first.
         What a consumer that died had taken and not done comes again."""
 
     def done(self, deliveries: Sequence[Delivery]) -> None:
@@ -81,7 +85,11 @@ class Queue(Protocol):
     def commit(self, positions: Mapping[str, int]) -> None:
         """The store has everything of each source up to that byte."""
 
-    def committed(self) -> Mapping[str, int]:
-        """What `commit` said last, for streamers."""
+    def committed(self, sources: Collection[str]) -> Mapping[str, int]:
+        """What `commit` said last of these, for streamers; a source it never named is absent."""
+
+    def ask_again(self) -> None:
+        """The store misses bytes that nobody sends any more. What was committed is forgotten and
+        the generation changes: streamers go back to what is committed next."""
 
     def close(self) -> None: ...

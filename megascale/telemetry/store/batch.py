@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megascale.telemetry.path.queue import Message
+from megascale.telemetry.path.queue import CUT, Message
 from megascale.telemetry.store.odd_lines import Unreadable, read_line, torn_in_front
 from megascale.telemetry.store.segments import Position, arrow
 
@@ -193,7 +193,7 @@ def _count(
             "rank": message.rank,
             "start": start,
             "file": message.file,
-            "offset": offset,
+            "offset": offset % CUT,
             "count": 0,
             "why": why,
         },

@@ -8,7 +8,7 @@ them, so readers list a folder that changes without a lock and see every row onc
 
     000000000001-000000000006   000000000003 (hidden, deleted a while later)   000000000007
 
-There is one writer (`lock.py`); only it takes away what a killed one left half-written.
+There is one writer (`writing.py`); only it takes away what a killed one left half-written.
 Cost: a commit of two tables is five fsyncs.
 """
 
@@ -18,7 +18,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,45 +137,66 @@ def write_segment(
     positions: Mapping[str, Position],
     *,
     number: int | None = None,
-    last: int | None = None,
 ) -> Path:
     """Commit Arrow tables, named and typed as in `tables.py`; a table without rows is left out.
 
-    number  of the commit, by default the next; with `last`, a merged one of `number` to `last`
+    number  of the commit, by default the next
     DataError: a segment of this name is there, or the disk refuses.
     """
     number = next_number(folder) if number is None else number
-    name = f"{number:012d}" if last is None else f"{number:012d}-{last:012d}"
-    aside, path = folder / f"{_ASIDE}{name}", folder / name
+    with new_segment(folder, number, number, positions) as aside:
+        for table, rows in tables.items():
+            if rows.num_rows:
+                with table_writer(aside, table, rows.schema) as write:
+                    write(rows)
+    return folder / _name(number, number)
+
+
+@contextmanager
+def new_segment(
+    folder: Path, first: int, last: int, positions: Mapping[str, Position]
+) -> Iterator[Path]:
+    """A folder to put tables in (`table_writer`), which becomes segment `first` to `last` at the
+    end of the context, and vanishes with an error. DataError: see `write_segment`."""
+    path = folder / _name(first, last)
+    aside = folder / f"{_ASIDE}{path.name}"
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        for table, rows in tables.items():
-            if rows.num_rows:
-                _write_table(aside / f"{table}.parquet", table, rows)
+        yield aside
         fields = {s: [p.offset, p.rank, p.num_headers, p.shift_ns] for s, p in positions.items()}
         _write(aside / POSITIONS, json.dumps({"version": VERSION, "positions": fields}).encode())
         _sync(aside)
         os.rename(aside, path)
         _sync(folder)
     except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
         raise DataError(
             f"segment {path} cannot be written ({error}); nothing is lost, the line files have it. "
             "Make room, or see who else writes there"
         ) from None
-    return path
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
-def _write_table(file: Path, name: str, rows: Any) -> None:
+@contextmanager
+def table_writer(aside: Path, name: str, schema: Any) -> Iterator[Callable[[Any], None]]:
+    """Writes a table of a new segment in parts, each a row group or several; durable at the end."""
     arrow()
     from pyarrow import parquet
 
-    _check_columns(name, rows.schema)
-    texts = [field.name for field in rows.schema if str(field.type) == "string"]
+    _check_columns(name, schema)
+    texts = [field.name for field in schema if str(field.type) == "string"]
+    file = aside / f"{name}.parquet"
     # Numbers of ns hardly repeat: a dictionary of them costs time and is given up anyway.
-    parquet.write_table(rows, file, compression="zstd", compression_level=1, use_dictionary=texts)
+    with parquet.ParquetWriter(
+        file, schema, compression="zstd", compression_level=1, use_dictionary=texts
+    ) as writer:
+        yield writer.write_table
     _sync(file)
+
+
+def _name(first: int, last: int) -> str:
+    return f"{first:012d}" if first == last else f"{first:012d}-{last:012d}"
 
 
 def _check_columns(name: str, schema: Any) -> None:

@@ -1,0 +1,157 @@
+"""Line files as they are followed: new ones, grown ones, ones that were replaced or cut.
+
+A file is known by its name and first line, which is a header with host, process and time: so it is
+the same file after a copy, on another node of a shared file system, and after a restart, and
+another one where somebody put a new file in its place.
+
+Only whole lines are taken, so what a crash tore is never sent: the next writer cuts it off. A file
+that lost what had been read of it (a host without power) goes on from its new end, a `CUT` higher.
+Undetected stays one that was cut and has grown past its old length before anybody looked.
+
+Cost: a stat a look for a file that has not grown; memory of one message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+
+from megascale.telemetry.path.queue import CUT, MOST_BYTES, SEPARATOR, Message
+
+LONGEST_LINE_BYTES = 16 << 20  # what is longer is no event
+_FIRST_BYTES = 4096  # of the first line: they name the file
+_RANK = re.compile(r"rank_(\d+)\.jsonl")
+
+
+def telemetry_folder(run_dir: Path) -> Path:
+    return run_dir / "telemetry"
+
+
+def list_line_files(run_dir: Path) -> dict[str, int]:
+    """Names of the line files of a run, each with its rank; -1: a node's own."""
+    try:
+        names = os.listdir(telemetry_folder(run_dir))
+    except FileNotFoundError:
+        return {}
+    return {name: rank_of(name) for name in sorted(names) if name.endswith(".jsonl")}
+
+
+def rank_of(name: str) -> int:
+    match = _RANK.fullmatch(name)
+    return int(match[1]) if match else -1
+
+
+class LineFile:
+    """One file; `source` is None until its first line is whole."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.path, self.rank = path, rank
+        self.source: str | None = None
+        self._offset = self._num_cuts = 0
+        self._searched = 0  # of a line that is too long: where its end was looked for
+        self._seen: tuple[int, int] | None = None  # inode, bytes: nothing is new while they stay
+
+    def identify(self) -> str | None:
+        """The file's source, read from it. OSError: it cannot be read."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            return self._identify(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def go_to(self, position: int) -> None:
+        """Read on from a position as `commit` names it."""
+        self._num_cuts, self._offset = divmod(position, CUT)
+        self._searched, self._seen = 0, None
+
+    @property
+    def position(self) -> int:
+        """Where it is read on, as `commit` names it."""
+        return self._num_cuts * CUT + self._offset
+
+    @property
+    def offset(self) -> int:
+        """The same in the file itself."""
+        return self._offset
+
+    def may_have_more(self) -> bool:
+        """Whether the file is another, or of another length, than when its end was seen."""
+        stat = os.stat(self.path)
+        return (stat.st_ino, stat.st_size) != self._seen
+
+    def read(self, most_bytes: int = MOST_BYTES) -> Message | None:
+        """The next whole lines, about `most_bytes` of them, and go behind them; None where there
+        are none yet. A file that has become another is read from its beginning; `source` says so.
+        OSError: it cannot be read."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            stat = os.fstat(descriptor)
+            source = self._identify(descriptor)
+            if source is None:
+                return None
+            if source != self.source:
+                if self.source is not None:
+                    self.go_to(0)
+                self.source = source
+            if stat.st_size < self._offset:
+                self.go_to((self._num_cuts + 1) * CUT + _last_line_end(descriptor, stat.st_size))
+            message = self._next(descriptor, most_bytes)
+            if message is None:
+                self._seen = stat.st_ino, stat.st_size
+            return message
+        finally:
+            os.close(descriptor)
+
+    def _next(self, descriptor: int, most_bytes: int) -> Message | None:
+        assert self.source is not None
+        if self._searched:
+            return self._pass_over(descriptor)
+        data = os.pread(descriptor, most_bytes, self._offset)
+        end = data.rfind(b"\n") + 1
+        if not end and len(data) == most_bytes:
+            data = os.pread(descriptor, LONGEST_LINE_BYTES, self._offset)
+            end = data.find(b"\n") + 1
+            if not end and len(data) == LONGEST_LINE_BYTES:
+                self._searched = self._offset + len(data)
+                return self._pass_over(descriptor)
+        if not end:
+            return None
+        message = Message(self.source, self.rank, self.position, data[:end])
+        self._offset += end
+        return message
+
+    def _pass_over(self, descriptor: int) -> Message | None:
+        """A message without lines, once the end of a line that is too long is there."""
+        assert self.source is not None
+        while data := os.pread(descriptor, MOST_BYTES, self._searched):
+            newline = data.find(b"\n")
+            if newline < 0:
+                self._searched += len(data)
+                continue
+            length = self._searched + newline + 1 - self._offset
+            message = Message(self.source, self.rank, self.position, b"", passed_over=length)
+            self._offset, self._searched = self._offset + length, 0
+            return message
+        return None
+
+    def _identify(self, descriptor: int) -> str | None:
+        first = os.pread(descriptor, _FIRST_BYTES, 0)
+        end = first.find(b"\n")
+        if end < 0 and len(first) < _FIRST_BYTES:
+            return None
+        digest = hashlib.blake2b(first[: end if end >= 0 else None], digest_size=8).hexdigest()
+        return f"{self.path.name}{SEPARATOR}{digest}"
+
+
+def _last_line_end(descriptor: int, size: int) -> int:
+    """Bytes of the file up to and with its last newline."""
+    end = size
+    while end > 0:
+        start = max(0, end - MOST_BYTES)
+        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
