@@ -35,8 +35,11 @@ PAUSED = 1.05  # of the median: longer is a pause
 
 def step_ms(file: Path) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Times of a rank's steps behind the warm-up, in order."""
-    times = [event.dur_ns / 1e6 for event in read_events(file) if isinstance(event, Step)]
-    return np.array(times[WARM_UP_STEPS:])
+    return np.array([event.dur_ns / 1e6 for event in _steps(file)][WARM_UP_STEPS:])
+
+
+def _steps(file: Path) -> list[Step]:
+    return [event for event in read_events(file) if isinstance(event, Step)]
 
 
 def slope(times_ms: np.ndarray[Any, np.dtype[np.float64]]) -> float:
@@ -73,7 +76,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--commit", default="")
     arguments = parser.parse_args()
-    overrides = arguments.overrides or [*SMALL_GPU, "training.global_batch_size=4"]
+    overrides = arguments.overrides or [*SMALL_GPU, "training.global_batch_size=12"]
     folder = Path(tempfile.mkdtemp(prefix="drift-"))
     train(
         arguments.recipe,
@@ -83,6 +86,7 @@ def main() -> None:
         seconds=arguments.seconds,
     )
     file = line_file(folder / "run", 0)
+    launch_ms = [event.launch_ns / 1e6 for event in _steps(file) if event.launch_ns]
     times_ms = step_ms(file)
     if arguments.keep:
         with (
@@ -109,6 +113,7 @@ def main() -> None:
         "steps": len(times_ms) + WARM_UP_STEPS,
         "step_ms": round(float(np.median(times_ms)), 4),
         "thirds_ms": [round(float(np.median(part)), 4) for part in np.array_split(times_ms, 3)],
+        "launch_ms": round(float(np.median(launch_ms)), 4) if launch_ms else None,
         "noise": noise(times_ms),
         **origin.now(),
     }

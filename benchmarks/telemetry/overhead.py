@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--commit", default="")
     arguments = parser.parse_args()
-    overrides = arguments.overrides or [*SMALL_GPU, "training.global_batch_size=4"]
+    overrides = arguments.overrides or [*SMALL_GPU, "training.global_batch_size=12"]
     rounds = measure(
         arguments.recipe,
         overrides,
