@@ -49,6 +49,7 @@ class Job:
     compute_s   forward and backward of a rank in a step, without waits
     span_steps  the sampled steps; None: every tenth
     gap_s       from one step's end to the next one's begin
+    jitter_ns   of each sum, by which clocks differ (of sums only: spans still add up)
     """
 
     mesh: Mesh = field(default_factory=lambda: Mesh(2, 4, 1))
@@ -59,6 +60,7 @@ class Job:
     chunks_per_stage: int = 1
     compute_s: float = 1.0
     gap_s: float = 0.001
+    jitter_ns: int = 0
     seed: int = 0
     span_steps: Sequence[int] | None = None
     faults: Sequence[Fault] = ()

@@ -143,6 +143,9 @@ class _Step:
                 kind = "RA" if action.kind is ActionKind.FORWARD else "RG"
                 self._add(ranks, free, begin, "pp_wait", op=kind, **place)
             self._add(ranks, begin, end, SPAN_OF[action.kind], **place)
+            if stage not in before:
+                gathered = begin + self._row(times.phases["param_gather"])[ranks]
+                self._add(ranks, begin, gathered, "param_gather", op="wait", bucket="chunk0")
             if mesh.tensor > 1:
                 number = number_of.get((stage, action.kind), 0)
                 number_of[stage, action.kind] = number + 1
@@ -213,7 +216,12 @@ class _Step:
         launch, gradient_end = row(times.launch), row(times.gradient_end)
         # who is not late launches ahead of the device; who is, when it comes to it
         lead = np.where(launch > pipeline_end, 0.0, LEAD_S * self._usual_s)
-        self._data_group("grad_sync", "reduce_scatter", 2 * step, launch, gradient_end, lead)
+        post_end = np.minimum(launch + POST_S, gradient_end)
+        fields = {"bucket": "chunk0", "issued_ns": self._ns(launch - lead)}
+        group = {"group": "data", "seq": 2 * step, "stream": "data", "num_bytes": BUCKET_BYTES}
+        name = "grad_sync"
+        self._add(ranks, launch, post_end, name, op="reduce_scatter", **fields, **group)
+        self._add(ranks, post_end, gradient_end, name, op="finish", bucket="chunk0")
         world_end, optimizer_end = row(times.world_end), row(times.optimizer_end)
         if self._mesh.world_size > 1:
             self._add(
@@ -228,18 +236,14 @@ class _Step:
             )
             self._add(ranks, gradient_end + POST_S, world_end, "world_sums", op="wait")
         self._add(ranks, world_end, optimizer_end, "optimizer")
-        lead = np.full(len(ranks), LEAD_S * self._usual_s)
-        step_end = row(times.step_end)
-        self._data_group("param_gather", "all_gather", 2 * step + 1, optimizer_end, step_end, lead)
-
-    def _data_group(
-        self, name: str, op: str, seq: int, launch: Floats, end: Floats, lead: Floats
-    ) -> None:
-        post_end = np.minimum(launch + POST_S, end)
-        group = {"group": "data", "seq": seq, "stream": "data", "num_bytes": BUCKET_BYTES}
-        bucket = {"bucket": "chunk0"}
-        issued_ns = self._ns(launch - lead)
-        ranks = self._ranks
-        self._add(ranks, launch, post_end, name, op=op, issued_ns=issued_ns, **group, **bucket)
-        waits = {"grad_sync": "finish", "param_gather": "wait"}
-        self._add(ranks, post_end, end, name, op=waits[name], **bucket)
+        post_end = optimizer_end + POST_S
+        group = {"group": "data", "seq": 2 * step + 1, "stream": "data", "num_bytes": BUCKET_BYTES}
+        self._add(
+            ranks,
+            optimizer_end,
+            post_end,
+            "param_gather",
+            op="all_gather",
+            bucket="chunk0",
+            **group,
+        )

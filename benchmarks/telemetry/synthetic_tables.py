@@ -61,7 +61,7 @@ def steps_table(job: Job, block: Block) -> Any:
     import pyarrow
 
     num_ranks = job.mesh.world_size
-    dur_ns = np.rint(block.times.step_end.reshape(-1) * 1e9).astype(np.int64)
+    dur_ns = np.rint(block.times.optimizer_end.reshape(-1) * 1e9).astype(np.int64)
     begin_ns = np.repeat(block.begin_ns_S, num_ranks)
     sampled = np.repeat([job.is_sampled(int(step)) for step in block.step_S], num_ranks)
     launch_ns = (dur_ns * 0.7).astype(np.int64)
@@ -84,10 +84,14 @@ def sums_table(job: Job, block: Block) -> Any:
     mesh = job.mesh
     shape = (len(block.step_S), mesh.pipeline, mesh.data, mesh.tensor)
     columns = _who_when(job, block)
+    rng = np.random.default_rng((job.seed, block.start, int(block.step_S[0]), 1))
     for phase, seconds in block.times.phases.items():
         whole = np.broadcast_to(seconds, shape).reshape(-1)
         count = block.times.counts[phase]
-        columns[SUM_NS + phase] = pyarrow.array(np.rint(whole * 1e9).astype(np.int64))
+        ns = np.rint(whole * 1e9).astype(np.int64)
+        if job.jitter_ns:
+            ns = np.maximum(0, ns + rng.integers(-job.jitter_ns, job.jitter_ns, len(ns)))
+        columns[SUM_NS + phase] = pyarrow.array(ns)
         columns[SUM_COUNT + phase] = pyarrow.array(np.full(len(whole), count, np.int32))
     return pyarrow.table(columns)
 

@@ -1,10 +1,12 @@
 """When every rank of a synthetic job did what, as arrays: the model behind `synthetic.py`.
 
 A step of all ranks begins at one moment. Ranks wait for data, run their pipeline's schedule, reduce
-gradients over data ranks, sum over the world, update, and gather parameters. Every wait is the
-difference to the slowest member of its group, so timelines, bubbles and waits are right by
-construction. Compute times are `megascale.cluster.chaos.noise`'s. Tensor ranks keep in step inside
-each compute, so a pipeline is simulated once for all of them; its schedule is `plan.schedules`'.
+gradients over data ranks, sum over the world, and update. The parameters that they gathered behind
+the last update travel until a while after the step's begin: whoever begins its first forward before
+that waits inside it. Every wait is the difference to the slowest member of its group, so timelines,
+bubbles and waits are right by construction. Compute times are `megascale.cluster.chaos.noise`'s.
+Tensor ranks keep in step inside each compute, so a pipeline is simulated once for all of them; its
+schedule is `plan.schedules`'.
 
 Suffixes: S steps, P stages, D data ranks, T tensor ranks; R = P * D * T, in the order of ranks.
 Times are seconds from the step's begin.
@@ -130,7 +132,6 @@ class Times:
     gradient_end: Floats
     world_end: Floats
     optimizer_end: Floats
-    step_end: Floats
     step_s_S: Floats
     begins: list[Floats]
     ends: list[Floats]
@@ -196,7 +197,11 @@ def step_times(
     long_of = {  # of the slowest tensor rank, [S, P, D]
         kind: of.max(axis=3) + tensor_s * _OF_KIND[kind] for kind, of in own_of.items()
     }
-    pipeline = _Pipeline(layout, program, long_of, data_wait.max(axis=3), keep_computes)
+    gather = (GATHER_SHARE * usual_s * grown("param_gather")).max(axis=(2, 3), keepdims=True)
+    gather = gather + 0 * own
+    pipeline = _Pipeline(
+        layout, program, long_of, data_wait.max(axis=3), gather[..., 0], keep=keep_computes
+    )
     phases: dict[str, Floats] = {"data_wait": data_wait}
     counts = {"data_wait": 1}
     num = program.shape.micro_batches * program.shape.chunks_per_stage
@@ -209,6 +214,9 @@ def step_times(
             phases[name] = phases.get(name, 0.0) + waited
             counts[name] = counts.get(name, 0) + num
     end = pipeline.free[..., None]
+    gathered = pipeline.gathered[..., None]
+    phases["forward"] = phases["forward"] + gathered
+    phases["param_gather"], counts["param_gather"] = gathered, 2
     if mesh.pipeline > 1:
         phases["pp_wait"] = pipeline.waited[..., None]
         counts["pp_wait"] = 2 * num
@@ -225,9 +233,6 @@ def step_times(
     optimizer = OPTIMIZER_SHARE * usual_s * (1 + own_noise) * grown("optimizer")
     phases["optimizer"], counts["optimizer"] = optimizer, 1
     optimizer_end = world_end + optimizer
-    gather = GATHER_SHARE * usual_s * grown("param_gather")
-    step_end = (optimizer_end.max(axis=2) + gather.max(axis=2))[:, :, None, :] + 0 * launch
-    phases["param_gather"], counts["param_gather"] = step_end - optimizer_end, 2
     return Times(
         phases=phases,
         counts=counts,
@@ -238,8 +243,7 @@ def step_times(
         gradient_end=gradient_end,
         world_end=world_end,
         optimizer_end=optimizer_end,
-        step_end=step_end,
-        step_s_S=step_end.max(axis=(1, 2, 3)),
+        step_s_S=optimizer_end.max(axis=(1, 2, 3)),
         begins=pipeline.begins,
         ends=pipeline.ends,
         ready=pipeline.ready,
@@ -271,6 +275,7 @@ class _Pipeline:
 
     free    [S, P, D] when each stage is done
     waited  [S, P, D] how long it waited for its neighbours before that
+    gathered  [S, P, D] how long its first forward waited for parameters
     """
 
     def __init__(
@@ -279,16 +284,20 @@ class _Pipeline:
         program: Program,
         long_of: Mapping[ActionKind, Floats],
         begin: Floats,
+        gather: Floats,
+        *,
         keep: bool,
     ) -> None:
         shape = program.shape
         num = shape.micro_batches * shape.chunks_per_stage
         transfer_s = TRANSFER_SHARE * layout.compute_s
         self.free, self.waited = begin.copy(), np.zeros_like(begin)
+        self.gathered = np.zeros_like(begin)
         self.begins: list[Floats] = []
         self.ends: list[Floats] = []
         self.ready: list[Floats] = []
         done: dict[Action, Floats] = {}
+        begun: set[int] = set()
         for compute in program.computes:
             free = self.free[:, compute.stage].copy()
             started = ready = free
@@ -297,6 +306,11 @@ class _Pipeline:
                 started = np.maximum(free, ready)
                 self.waited[:, compute.stage] += started - free
             end = started + long_of[compute.action.kind][:, compute.stage] / num
+            if compute.stage not in begun:
+                begun.add(compute.stage)
+                waited = np.maximum(0, begin[:, compute.stage] + gather[:, compute.stage] - started)
+                self.gathered[:, compute.stage] = waited
+                end += waited
             if keep:
                 self.begins.append(started)
                 self.ends.append(end)
