@@ -129,12 +129,8 @@ class StoreWriter:
         write_segment(self.folder, converted.tables, converted.positions, number=self._next)
         self._next += 1
         self._learn(converted.positions)
-        self.forget_pending()
-        return {source: position.offset for source, position in converted.positions.items()}
-
-    def forget_pending(self) -> None:
-        """Give up what was taken since the last commit."""
         self._pending, self._ahead, self.pending_bytes = [], {}, 0
+        return {source: position.offset for source, position in converted.positions.items()}
 
     def _position(self, source: str, rank: int) -> Position:
         """Of a file that is new, the beginning; its first header is one more start of the rank."""
