@@ -140,7 +140,7 @@ def test_telemetry_does_not_import_torch(tmp_path: Path) -> None:
     program = f"""
 import sys
 from pathlib import Path
-import megascale.trace, megascale.units, megascale.env, megascale.events
+import megascale.units, megascale.env, megascale.events
 import megascale.telemetry.recorder, megascale.telemetry.writer
 from megascale.telemetry.metrics import Metrics, MetricsLogger
 with MetricsLogger(Path({str(tmp_path)!r}), tensorboard=True) as logger:
