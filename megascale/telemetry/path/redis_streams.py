@@ -1,7 +1,7 @@
 """The queue on a Redis server: a stream with a consumer group.
 
     NAME:lines       the stream; an entry is the messages of a node's turn (`packing.py`)
-    NAME:bytes       of all entries: at `most_bytes` the queue is full and refuses; nothing is trimmed
+    NAME:bytes       of all entries: at `most_bytes` the queue refuses; nothing is ever trimmed
     NAME:committed   hash: how far each source is stored
     NAME:generation  drawn anew by `ask_again` and where it is missing: a server that was emptied
     NAME:consumer:X  a lease; a consumer without one is dead
@@ -20,6 +20,7 @@ and did not arrive is claimed again.
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ MOST_ENTRIES = 64  # a take: of up to a megabyte each
 _GROUP = "store"
 _FIELD = b"m"
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 # KEYS lines, bytes; ARGV most_bytes, entries. How many entries were taken.
 _PUBLISH = """
@@ -76,7 +78,7 @@ class RedisQueue:
                 f"telemetry.queue is {url!r}; a Redis queue is redis://HOST:PORT/NAME"
             )
         self._where = f"redis://{parts.hostname}:{parts.port or 6379}/{name}"
-        self._redis = redis.Redis(
+        self._redis: Any = redis.Redis(
             host=parts.hostname,
             port=parts.port or 6379,
             password=parts.password,
@@ -147,7 +149,7 @@ class RedisQueue:
     def commit(self, positions: Mapping[str, int]) -> None:
         if positions:
             with self._calls():
-                self._redis.hset(self._committed, mapping=dict(positions))
+                self._redis.hset(self._committed, mapping=positions)
 
     def committed(self, sources: Collection[str]) -> Mapping[str, int]:
         names = list(sources)
@@ -200,8 +202,13 @@ class RedisQueue:
     def _deliver(self, entries: Sequence[Any]) -> list[Delivery]:
         deliveries = []
         for number, fields in entries:
-            ticket, data = number.decode(), fields[_FIELD]
-            messages = unpack(data)
+            ticket, data = number.decode(), fields.get(_FIELD, b"")
+            try:
+                messages = unpack(data)
+            except QueueError as error:  # by another version, or by hand: it would come for ever
+                _log.warning("%s: %s; it is dropped", self._where, error)
+                self._done([self._lines, self._bytes], [_GROUP, ticket, len(data)])
+                continue
             self._in_hand[ticket] = len(messages), len(data)
             deliveries += [Delivery(message, ticket) for message in messages]
         return deliveries
