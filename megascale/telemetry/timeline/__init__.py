@@ -9,12 +9,11 @@ drawing.py    all of it
 
 from megascale.telemetry.timeline.drawing import Drawn, draw_timeline
 from megascale.telemetry.timeline.selection import Selection, parse_ranks
-from megascale.telemetry.timeline.source import Events, LineFiles, RankRecord, Source
+from megascale.telemetry.timeline.source import Events, RankRecord, Source
 
 __all__ = [
     "Drawn",
     "Events",
-    "LineFiles",
     "RankRecord",
     "Selection",
     "Source",

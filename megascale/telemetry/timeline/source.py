@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Protocol
 
 from megascale.errors import DataError
-from megascale.events import Dropped, Event, Header, Incident, Span, Step, parse_line
+from megascale.events import Dropped, Event, Header, Incident, Span, Step
 from megascale.topology import Mesh
 
 Timed = Span | Step | Incident
@@ -88,61 +87,15 @@ class Events:
         return (self._records[rank] for rank in ranks if rank in self._records)
 
 
-class LineFiles:
-    """The files of a run folder, read up to where they end now; unreadable lines are counted."""
-
-    def __init__(self, run_dir: Path, *, first: int | None = None, last: int | None = None) -> None:
-        files = sorted((run_dir / "telemetry").glob("rank_*.jsonl"))
-        if not files:
-            raise DataError(
-                f"{run_dir} has no recorded events (telemetry/rank_*.jsonl); name the folder of a "
-                "run that had telemetry.enable = true"
-            )
-        self._first, self._last = first, last
-        self.num_unreadable = 0
-        self._files: dict[int, tuple[Path, int]] = {}
-        headers: dict[int, Header] = {}
-        for path in files:
-            num_bytes = path.stat().st_size
-            header = _newest_header(self._lines(path, num_bytes, holding=b'"kind":"header"'))
-            if header is not None:
-                headers[header.rank] = header
-                self._files[header.rank] = path, num_bytes
-        self.mesh = _mesh(headers.values())
-        self.places = {rank: _place(header) for rank, header in sorted(headers.items())}
-
-    def records(self, ranks: Sequence[int]) -> Iterator[RankRecord]:
-        for rank in ranks:
-            if rank in self._files:
-                path, num_bytes = self._files[rank]
-                yield record_of(rank, self._lines(path, num_bytes), self._first, self._last)
-
-    def _lines(self, path: Path, num_bytes: int, holding: bytes = b"") -> Iterator[Event]:
-        with path.open("rb") as file:
-            for line in file:
-                num_bytes -= len(line)
-                if num_bytes < 0 or not line.endswith(b"\n"):
-                    return
-                if holding not in line:
-                    continue
-                try:
-                    yield parse_line(line)
-                except DataError:
-                    self.num_unreadable += not holding
-
-
-def record_of(
-    rank: int, events: Iterable[Event], first: int | None = None, last: int | None = None
-) -> RankRecord:
-    """What `events` of one rank, in the order of its file, say of steps `first` to `last`."""
+def record_of(rank: int, events: Iterable[Event]) -> RankRecord:
+    """What `events` of one rank, in the order of its file, say."""
     record, offset_ns = RankRecord(rank), 0
-    whole = first is None and last is None
     for event in events:
         if isinstance(event, Header):
             offset_ns = event.unix_ns - event.monotonic_ns
         elif isinstance(event, Dropped):
             record.num_dropped = max(record.num_dropped, event.count)
-        elif isinstance(event, Timed) and (whole or _is_within(event.step, first, last)):
+        elif isinstance(event, Timed):
             _add(record, event, offset_ns)
     return record.sort()
 
@@ -154,11 +107,6 @@ def _add(record: RankRecord, event: Timed, offset_ns: int) -> None:
         record.steps.append(replace(event, t0_ns=event.t0_ns + offset_ns))
     else:
         record.incidents.append(replace(event, t_ns=event.t_ns + offset_ns))
-
-
-def _is_within(step: int | None, first: int | None, last: int | None) -> bool:
-    """Outside of steps (the assembly, a checkpoint) nothing is of a window of steps."""
-    return step is not None and (first is None or first <= step) and (last is None or step <= last)
 
 
 def _newest_header(events: Iterable[Event]) -> Header | None:
