@@ -41,6 +41,7 @@ class Hang:
     posted: dict[int, str]  # last collective in the tensor group
     groups: dict[str, list[tuple[int, ...]]]
     seed: int
+    job: Job = field(repr=False)
 
     def where(self, rank: int) -> str:
         """What the rank stands in: a collective, a group, a channel, "norms" or "gathered"."""
@@ -74,7 +75,7 @@ def plant(layout: Layout, kind: str, seed: int, *, phase: str | None = None) -> 
         first = guilty[0] // 2 * 2
         guilty = (first, first + 1)
     first_step = rng.randrange(3, 2000)
-    job = _Job(layout, programs, rng, first_step)
+    job = Job(layout, programs, rng, first_step)
     place_seed = rng.random()  # the same place for two of one stage
     for rank in guilty:
         program = programs[mesh.coordinates(rank).pp_rank]
@@ -97,7 +98,7 @@ def plant(layout: Layout, kind: str, seed: int, *, phase: str | None = None) -> 
             views[rank] = replace(views[rank], os_state=state, alive=kind != "dead")
     blocked = {rank: job.next_op(rank) for rank in range(mesh.world_size)}
     posted = {rank: state.last_tensor for rank, state in enumerate(job.ranks)}
-    return Hang(layout, kind, guilty, views, blocked, posted, mesh_groups(mesh), seed)
+    return Hang(layout, kind, guilty, views, blocked, posted, mesh_groups(mesh), seed, job)
 
 
 # ---------------------------------------------------------------- where it goes wrong
@@ -167,7 +168,7 @@ class _Meeting:
         return self.arrived == self.size and len(self.names) == 1
 
 
-class _Job:
+class Job:
     def __init__(
         self, layout: Layout, programs: list[list[Op]], rng: random.Random, first_step: int
     ) -> None:
