@@ -1,0 +1,159 @@
+"""The run, held by one thread: it refreshes it, and answers what needs it, one thing at a time.
+
+However many browsers look, the store is read once: an answer belongs to a revision of the run, and
+whoever asks the same of the same revision gets the same answer, also while it is being made. A
+question that finds too many before it, or waits too long, is refused, not queued without end.
+
+A run that is not there yet is waited for. How often is looked follows what looking costs: at most a
+fifth of this thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from megascale.errors import MegascaleError
+from megascale.telemetry.dashboard.answers import Body, RefusedError
+from megascale.telemetry.store.run import Run
+
+REFRESH_S = 1.0
+SHARE = 0.2  # of the thread's time may go into looking whether there is anything new
+MOST_ASKED = 64  # questions that wait
+MOST_KEPT = 48  # answers of the newest revisions
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is known of the run without asking it. `summary` is None until it is there.
+
+    revision  counts what was new; 0: nothing yet
+    why       what stands in the way where there is no run, or where it could not be refreshed
+    """
+
+    revision: int = 0
+    why: str = "the run has not been opened yet"
+    summary: Any = None
+
+
+class LiveRun:
+    """`start` and `close`; in between `seen` is current and `ask` answers.
+
+    open_run   opens the run; MegascaleError while there is none
+    summarise  made of the run at each new revision, in this thread: `Seen.summary`
+    on_change  told of each new `Seen`, and of the one before it
+    """
+
+    def __init__(
+        self,
+        open_run: Callable[[], Run],
+        summarise: Callable[[Run], Any],
+        on_change: Callable[[Seen, Seen], None],
+        *,
+        refresh_s: float = REFRESH_S,
+    ) -> None:
+        self._open_run, self._summarise, self._on_change = open_run, summarise, on_change
+        self._refresh_s = refresh_s
+        self._run: Run | None = None
+        self._questions: queue.Queue[tuple[Future[Body], Callable[[Run], Body]] | None]
+        self._questions = queue.Queue(MOST_ASKED)
+        self._answers: OrderedDict[Hashable, Future[Body]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="run", daemon=True)
+        self.seen = Seen()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join(10.0)
+
+    def ask(self, key: Hashable, answer: Callable[[Run], Body]) -> Future[Body]:
+        """`answer` of the run in the thread that holds it; the same future for the same `key` and
+        revision. RefusedError (503) where there is no run, or too many questions wait.
+
+        The future's own error: DataError for what cannot be asked of this run.
+        """
+        seen = self.seen
+        if seen.revision == 0:
+            raise RefusedError(503, seen.why)
+        whole = (seen.revision, key)
+        with self._lock:
+            found = self._answers.get(whole)
+            if found is not None and not found.cancelled():
+                self._answers.move_to_end(whole)
+                return found
+            future: Future[Body] = Future()
+            try:
+                self._questions.put_nowait((future, answer))
+            except queue.Full:
+                raise RefusedError(503, f"{MOST_ASKED} questions wait already; try again") from None
+            self._answers[whole] = future
+            while len(self._answers) > MOST_KEPT:
+                self._answers.popitem(last=False)
+        return future
+
+    def _work(self) -> None:
+        due_s = 0.0
+        try:
+            while not self._closed.is_set():
+                now_s = time.monotonic()
+                if now_s >= due_s:
+                    self._look()
+                    took_s = time.monotonic() - now_s
+                    due_s = time.monotonic() + max(self._refresh_s, took_s / SHARE)
+                try:
+                    wait_s = min(0.2, max(0.0, due_s - time.monotonic()))
+                    question = self._questions.get(timeout=wait_s)
+                except queue.Empty:
+                    continue
+                if question is not None:
+                    self._answer(*question)
+        finally:
+            if self._run is not None:
+                self._run.__exit__(None, None, None)
+
+    def _look(self) -> None:
+        """Open the run, or see what is new in it."""
+        before = self.seen
+        try:
+            if self._run is None:
+                self._run, is_new = self._open_run().__enter__(), True
+            else:
+                is_new = self._run.refresh()
+            if is_new or before.summary is None:
+                after = Seen(before.revision + 1, "", self._summarise(self._run))
+            else:
+                after = Seen(before.revision, "", before.summary)
+        except MegascaleError as error:
+            after = Seen(before.revision, str(error), before.summary)
+        except Exception as error:  # noqa: BLE001  a thread's boundary: the page says it and goes on
+            _log.exception("the run could not be read")
+            after = Seen(before.revision, f"{type(error).__name__}: {error}", before.summary)
+        if (after.revision, after.why) != (before.revision, before.why):
+            self.seen = after
+            self._on_change(before, after)
+
+    def _answer(self, future: Future[Body], answer: Callable[[Run], Body]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        assert self._run is not None, "there is a revision, so there is a run"
+        try:
+            future.set_result(answer(self._run))
+        except (MegascaleError, RefusedError) as error:
+            future.set_exception(error)
+        except Exception as error:  # noqa: BLE001  a question's boundary: its asker is told
+            _log.exception("a question could not be answered")
+            future.set_exception(RefusedError(500, f"{type(error).__name__}: {error}"))

@@ -1,0 +1,88 @@
+// Numbers and times for people: few digits, a unit, and a dash for what is not known.
+
+export const DASH = "–";
+
+const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+
+export function count(value) {
+  return value === null || value === undefined ? DASH : whole.format(value);
+}
+
+// `digits` significant ones, thousands in groups.
+export function number(value, digits = 3) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return DASH;
+  if (value === 0) return "0";
+  const size = Math.floor(Math.log10(Math.abs(value)));
+  if (size >= digits) return whole.format(value);
+  if (size < -4) return value.toExponential(digits - 1);
+  return value.toFixed(Math.max(0, digits - 1 - size));
+}
+
+export function percent(share, digits = 1) {
+  return share === null || share === undefined || !Number.isFinite(share) ? DASH : `${(100 * share).toFixed(digits)} %`;
+}
+
+export function signed(share, digits = 1) {
+  return `${share >= 0 ? "+" : "−"}${Math.abs(100 * share).toFixed(digits)} %`;
+}
+
+// [figure, unit] of a rate or a size.
+export function scaled(value) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return [DASH, ""];
+  for (const [factor, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
+    if (Math.abs(value) >= factor) return [number(value / factor), unit];
+  }
+  return [number(value), ""];
+}
+
+export function bytes(value) {
+  const [figure, unit] = scaled(value);
+  return figure === DASH ? DASH : `${figure} ${unit}B`;
+}
+
+// [figure, unit] of a duration.
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return [DASH, ""];
+  if (seconds < 1e-3) return [number(seconds * 1e6), "µs"];
+  if (seconds < 1) return [number(seconds * 1e3), "ms"];
+  if (seconds < 120) return [number(seconds), "s"];
+  if (seconds < 7200) return [number(seconds / 60), "min"];
+  if (seconds < 172800) return [number(seconds / 3600), "h"];
+  return [number(seconds / 86400), "d"];
+}
+
+export function lasting(seconds) {
+  return duration(seconds).join(" ").trim();
+}
+
+export function clock(unixSeconds) {
+  const at = new Date(unixSeconds * 1000);
+  const two = (value) => String(value).padStart(2, "0");
+  const day = `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())}`;
+  const time = `${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`;
+  return day === new Date().toISOString().slice(0, 10) ? time : `${day} ${time}`;
+}
+
+// 0, 1, 2, 5 -> "0–2, 5"
+export function rankList(ranks, most = 8) {
+  const parts = [];
+  for (let i = 0; i < ranks.length && parts.length < most; ) {
+    let j = i;
+    while (j + 1 < ranks.length && ranks[j + 1] === ranks[j] + 1) j += 1;
+    parts.push(i === j ? `${ranks[i]}` : `${ranks[i]}–${ranks[j]}`);
+    i = j + 1;
+    if (parts.length === most && i < ranks.length) parts.push(`${ranks.length - i} more`);
+  }
+  return parts.join(", ");
+}
+
+// Round values of an axis between `low` and `high`, about `most` of them.
+export function ticks(low, high, most) {
+  const rough = (high - low) / Math.max(1, most);
+  if (!(rough > 0)) return [low];
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * ([1, 2, 5, 10].find((one) => one * power >= rough) ?? 10);
+  const found = [];
+  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k += 1) found.push(k * step);
+  return found;
+}

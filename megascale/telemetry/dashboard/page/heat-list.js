@@ -1,0 +1,49 @@
+// What stands out, the worst first: a person clicks it and sees where it is.
+
+import { h } from "/page/dom.js";
+import { count, signed } from "/page/format.js";
+import { SHORT } from "/page/mesh.js";
+
+const MOST = 60;
+
+export function outlierList(view) {
+  const found = view.heat.outliers.toSorted((a, b) => b.share - a.share);
+  if (!found.length) return h("p", { class: "empty" }, "Nothing: all ranks are alike along every dimension.");
+  const items = found.slice(0, MOST).map((one) => h("li", {}, button(view, one)));
+  const rest = found.length - items.length;
+  return [h("ol", { class: "outliers" }, items), rest > 0 ? h("p", { class: "small muted" }, `and ${count(rest)} more`) : null];
+}
+
+function button(view, one) {
+  const { title, where, rank } = told(view, one);
+  const look = () => {
+    if (view.phase !== one.phase && view.heat.phases.includes(one.phase)) {
+      view.phase = one.phase;
+      view.phases.value = one.phase;
+      view.phases.dispatchEvent(new Event("change"));
+    }
+    if (rank !== null) {
+      view.app.select(rank);
+      view.reveal(rank);
+      view.surface.redraw();
+    }
+  };
+  const here = rank !== null && rank === view.app.rank && one.phase === view.phase;
+  return h("button", { type: "button", "aria-current": here ? "true" : null, on: { click: look } },
+    h("i", { class: "ring", "aria-hidden": "true" }), h("strong", {}, title), h("span", { class: "by" }, signed(one.share)), h("span", { class: "where" }, where));
+}
+
+function told(view, one) {
+  const mesh = view.places.meshed;
+  if (one.dimension === "rank") {
+    const rank = Number(one.value);
+    return { title: `Rank ${one.value}`, where: `${one.phase}, ${mesh.place(rank)}, ${view.app.hostName(view.places, rank) ?? "unknown host"}`, rank };
+  }
+  const ranks = `${count(one.num_ranks)} rank${one.num_ranks === 1 ? "" : "s"}`;
+  if (one.dimension === "host") {
+    const rows = view.groups.host.find((host) => host.name === one.value)?.rows ?? [];
+    return { title: `Host ${one.value}`, where: `${one.phase}, ${ranks}`, rank: rows.length ? view.heat.ranks[rows[0]] : null };
+  }
+  const first = view.heat.ranks.find((rank) => mesh.at(rank, one.dimension) === Number(one.value));
+  return { title: `${SHORT[one.dimension] ?? one.dimension} ${one.value}`, where: `${one.phase}, ${ranks}`, rank: first ?? null };
+}

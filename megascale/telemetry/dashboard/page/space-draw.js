@@ -1,0 +1,152 @@
+// Draws the boxes of the logical topology from the back to the front, the loud ones over the rest.
+
+import { workColour } from "/page/colour.js";
+import { SHORT } from "/page/mesh.js";
+import { colours } from "/page/theme.js";
+
+const FILL = 0.62; // of its place, a box
+
+export function drawScene(context, { scene, camera, marks, links, labels }) {
+  const paint = colours();
+  const drawn = scene.boxes.map((box) => ({ box, at: camera.point(box.tp, box.dp, box.pp) }));
+  drawn.sort((a, b) => a.at[2] - b.at[2]);
+  const quiet = drawn.filter(({ box }) => !marks.has(box) && box.state === 0);
+  const loud = drawn.filter(({ box }) => marks.has(box) || box.state > 0).sort((a, b) => a.box.state - b.box.state || a.at[2] - b.at[2]);
+  context.globalAlpha = loud.length ? 0.5 : 1;
+  for (const { box } of quiet) cube(context, camera, box, paint["line-strong"], paint.surface);
+  context.globalAlpha = 1;
+  for (const one of links) link(context, camera, one, paint);
+  for (const { box } of loud) {
+    const colour = [null, paint["warn-fill"], paint.bad, paint.bad][box.state] ?? marks.get(box);
+    cube(context, camera, box, colour, paint.surface);
+    if (box.state && marks.has(box)) outline(context, camera, box, marks.get(box));
+  }
+  for (const { box, at } of drawn) {
+    if (box.state >= 2 || labels.has(box)) tag(context, at, labels.get(box) ?? `${box.rank}`, box.state >= 2 ? paint.bad : paint.accent, paint);
+  }
+  axes(context, camera, scene, paint);
+}
+
+// Corners of a box: 0-3 below, 4-7 above.
+function corners(camera, { tp, dp, pp }) {
+  const f = FILL / 2;
+  const found = [];
+  for (const y of [-f, f]) for (const [x, z] of [[-f, -f], [f, -f], [f, f], [-f, f]]) found.push(camera.point(tp + x, dp + z, pp + y));
+  return found;
+}
+
+function cube(context, camera, box, colour, ground) {
+  const c = corners(camera, box);
+  const faces = [[4, 5, 6, 7, 0.08], [0, 1, 5, 4, 0.3], [1, 2, 6, 5, 0.45], [2, 3, 7, 6, 0.3], [3, 0, 4, 7, 0.45]];
+  const seen = faces.filter(([a, b, d]) => (c[b][0] - c[a][0]) * (c[d][1] - c[a][1]) - (c[b][1] - c[a][1]) * (c[d][0] - c[a][0]) < 0);
+  for (const [a, b, d, e, shade] of seen) {
+    context.beginPath();
+    context.moveTo(c[a][0], c[a][1]);
+    for (const i of [b, d, e]) context.lineTo(c[i][0], c[i][1]);
+    context.closePath();
+    context.fillStyle = colour;
+    context.fill();
+    context.fillStyle = `rgb(0 0 0 / ${shade * 0.5})`;
+    context.fill();
+    if (camera.scale > 9) {
+      context.strokeStyle = ground;
+      context.lineWidth = 0.7;
+      context.stroke();
+    }
+  }
+}
+
+function outline(context, camera, box, colour) {
+  const [x, y] = camera.point(box.tp, box.dp, box.pp);
+  context.strokeStyle = colour;
+  context.lineWidth = 2.5;
+  context.beginPath();
+  context.arc(x, y, Math.max(9, camera.scale * 0.55), 0, 7);
+  context.stroke();
+}
+
+function tag(context, [x, y], text, colour, paint) {
+  context.font = `650 11px ${paint.font}`;
+  const wide = context.measureText(text).width + 10;
+  context.fillStyle = paint.surface;
+  context.strokeStyle = colour;
+  context.lineWidth = 1.5;
+  context.beginPath();
+  context.roundRect(x - wide / 2, y - 30, wide, 17, 4);
+  context.fill();
+  context.stroke();
+  context.beginPath();
+  context.moveTo(x, y - 13);
+  context.lineTo(x, y - 2);
+  context.stroke();
+  context.fillStyle = colour;
+  context.textAlign = "center";
+  context.textBaseline = "middle";
+  context.fillText(text, x, y - 21);
+}
+
+// {from, to, colour, both}: where data goes, from box to box.
+function link(context, camera, { from, to, colour, dashed }, paint) {
+  const [x0, y0] = camera.point(from.tp, from.dp, from.pp);
+  const [x1, y1] = camera.point(to.tp, to.dp, to.pp);
+  const length = Math.hypot(x1 - x0, y1 - y0);
+  if (length < 2) return;
+  context.strokeStyle = colour ?? paint.text;
+  context.lineWidth = 2;
+  context.setLineDash(dashed ? [3, 4] : []);
+  context.beginPath();
+  context.moveTo(x0, y0);
+  context.lineTo(x1, y1);
+  context.stroke();
+  context.setLineDash([]);
+  const [ux, uy] = [(x1 - x0) / length, (y1 - y0) / length];
+  const [mx, my] = [x0 + ux * length * 0.6, y0 + uy * length * 0.6];
+  context.beginPath();
+  context.moveTo(mx + ux * 7, my + uy * 7);
+  context.lineTo(mx - uy * 4.5, my + ux * 4.5);
+  context.lineTo(mx + uy * 4.5, my - ux * 4.5);
+  context.closePath();
+  context.fillStyle = colour ?? paint.text;
+  context.fill();
+}
+
+// Names and ends of the three axes, outside the boxes.
+function axes(context, camera, scene, paint) {
+  const { shape } = scene;
+  const rows = [
+    ["tensor", [0, -1.1, -0.8], [shape.tensor - 1, -1.1, -0.8], 0, shape.tensor - 1],
+    ["data", [shape.tensor + 0.3, 0, -0.8], [shape.tensor + 0.3, shape.data - 1, -0.8], scene.begin, scene.begin + shape.data * scene.each - 1],
+    ["pipeline", [-1.1, -0.6, 0], [-1.1, -0.6, shape.pipeline - 1], 0, shape.pipeline - 1],
+  ];
+  context.font = `600 11px ${paint.font}`;
+  context.textBaseline = "middle";
+  context.textAlign = "center";
+  for (const [axis, first, last, low, high] of rows) {
+    const [x0, y0] = camera.point(...first);
+    const [x1, y1] = camera.point(...last);
+    context.strokeStyle = workColour(axis);
+    context.lineWidth = 1.5;
+    context.beginPath();
+    context.moveTo(x0, y0);
+    context.lineTo(x1, y1);
+    context.stroke();
+    context.fillStyle = paint.muted;
+    if (shape[axis] > 1) {
+      context.fillText(`${low}`, x0, y0 + 10);
+      context.fillText(`${high}`, x1, y1 + (axis === "pipeline" ? -10 : 10));
+    }
+    context.fillStyle = workColour(axis);
+    context.fillText(SHORT[axis], (x0 + x1) / 2 - (axis === "pipeline" ? 18 : 0), (y0 + y1) / 2 + (axis === "pipeline" ? 0 : 14));
+  }
+}
+
+// The box at a point, the nearest to the eye first.
+export function boxAt(scene, camera, px, py) {
+  const reach = Math.max(6, camera.scale * 0.42);
+  let best = null;
+  for (const box of scene.boxes) {
+    const [x, y, near] = camera.point(box.tp, box.dp, box.pp);
+    if (Math.hypot(x - px, y - py) < reach && (!best || box.state > best.box.state || (box.state === best.box.state && near > best.near))) best = { box, near };
+  }
+  return best?.box ?? null;
+}
