@@ -33,6 +33,7 @@ class Ingest:
 
     def __init__(self, folder: Path, queue: Queue, *, flush_s: float = FLUSH_S) -> None:
         self.num_gaps = self.num_known = 0  # messages refused, and passed over
+        self.num_segments = 0
         self._queue, self._flush_s = queue, flush_s
         self._writer = StoreWriter(folder)
         self._taken: list[Delivery] = []
@@ -76,6 +77,7 @@ class Ingest:
         self._flushed_s = time.monotonic()
         positions = self._writer.commit()
         if positions:
+            self.num_segments += 1
             self._queue.commit(positions)
         if self._taken:
             self._queue.done(self._taken)

@@ -1,0 +1,24 @@
+"""Which queue an address means: `telemetry.queue`, or `megascale stream --queue`."""
+
+from __future__ import annotations
+
+from megascale.errors import ConfigError
+from megascale.telemetry.path.kafka import KafkaQueue
+from megascale.telemetry.path.queue import Queue
+from megascale.telemetry.path.redis_streams import RedisQueue
+
+
+def check_address(url: str) -> None:
+    """ConfigError: no such address."""
+    if not url.startswith(("redis://", "kafka://")):
+        raise ConfigError(
+            f"telemetry.queue is {url!r}; legal: redis://HOST:PORT/NAME, kafka://HOST:PORT/TOPIC, "
+            "or nothing, for a store that reads the files itself"
+        )
+
+
+def open_queue(url: str) -> Queue:
+    """A connection of its own: a queue is for one thread. ConfigError: no such address;
+    QueueError: nobody is there."""
+    check_address(url)
+    return RedisQueue(url) if url.startswith("redis://") else KafkaQueue(url)
