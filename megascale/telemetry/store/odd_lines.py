@@ -37,7 +37,7 @@ WALL_TIMES: Mapping[str, tuple[str, ...]] = {  # columns that the header places 
     "anchor": ("t_ns",),
     "counters": ("t_ns",),
 }
-JSON_COLUMNS = ("versions", "detail", "peers")
+JSON_COLUMNS = ("versions", "detail", "peers", "posted")
 BIGGEST = 1 << 62  # exclusive, of any whole number: two of them add up
 MOST_STEPS = 1 << 40
 MOST_PHASES = 512  # names of phases in a store
