@@ -111,7 +111,14 @@ def _sort(meeting: Meeting, records: Records) -> None:
             (meeting.past if (record.step or 0) > (here.step or 0) else meeting.missing).append(
                 rank
             )
-        elif record.posted.get(meeting.group, 0) >= meeting.seq:
+        elif _number(record, meeting.group, meeting.seq) >= meeting.seq:
             meeting.past.append(rank)
         else:
             meeting.missing.append(rank)
+
+
+def _number(record: Ongoing, group: str, otherwise: int) -> int:
+    """How far its rank has come in `group`; of a record that does not say, where it stands."""
+    if record.posted:
+        return record.posted.get(group, 0)
+    return record.seq if record.group == group and record.seq is not None else otherwise

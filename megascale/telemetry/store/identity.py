@@ -82,7 +82,7 @@ class Identity:
 
 def identify(store: Store, known: Mapping[Path, Extents] | None = None) -> Identity:
     """Look at all headers and extents, and set which rows of `store` count."""
-    table = store.table("SELECT * FROM ranks ORDER BY rank, start")
+    table = store.table("SELECT * FROM ranks WHERE rank >= 0 ORDER BY rank, start")  # no nodes
     headers = Headers(*(_integers(table, n) for n in ("rank", "start", "epoch", "unix_ns")))
     by_segment = _extents(store, known or {})
     extents = _joined(list(by_segment.values()))
