@@ -11,6 +11,54 @@ from typing import Annotated
 import typer
 
 
+def diagnose(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RUN [READER]",
+            help="folder of a run, and what to ask; with --compare several folders",
+            show_default=False,
+        ),
+    ] = None,
+    first: Annotated[int | None, typer.Option(help="first step; default: the newest")] = None,
+    last: Annotated[int | None, typer.Option(help="last step")] = None,
+    ranks: Annotated[str | None, typer.Option(help="such as 0-7,12; default: all")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", help="NAME=VALUE of the reader; repeatable")
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="the MFU of all given runs beside each other")
+    ] = False,
+    sql: Annotated[str | None, typer.Option(help="one SELECT over the run's tables")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="the answer as JSON")] = False,
+    fail_on: Annotated[
+        str | None, typer.Option(help="notice or alert: exit 1 where something of it is found")
+    ] = None,
+    list_readers: Annotated[
+        bool, typer.Option("--list", help="the readers, what each asks")
+    ] = False,
+) -> None:
+    """What is wrong with a run, live or ended: slow, uneven, stuck, drifting, and since when."""
+    from megascale.telemetry.readers.command import Request, diagnose_run, reader_lines
+
+    if list_readers:
+        for line in reader_lines():
+            typer.echo(line)
+        return
+    request = Request(
+        arguments=tuple(arguments or ()),
+        first_step=first,
+        last_step=last,
+        ranks=ranks,
+        options=tuple(option or ()),
+        compare=compare,
+        sql=sql,
+        as_json=as_json,
+        fail_on=fail_on,
+    )
+    raise typer.Exit(diagnose_run(request, typer.echo))
+
+
 def trace(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run")],
     output: Annotated[
@@ -37,6 +85,35 @@ def trace(
     lines = trace_run(run_dir, output, first=first, last=last, selection=selection, align=align)
     for line in lines:
         typer.echo(line)
+
+
+def profile(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run that lives")],
+    what: Annotated[
+        str, typer.Option(help="spans, torch (operators and kernels) or memory (allocations)")
+    ] = "torch",
+    steps: Annotated[int, typer.Option(min=1, help="how many")] = 3,
+    ranks: Annotated[str | None, typer.Option(help="such as 0-7,12; default: all")] = None,
+    first: Annotated[
+        int | None, typer.Option(min=1, help="first step; default: the first that all can reach")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="folder in RUN/profiles")] = None,
+    timeout_s: Annotated[float | None, typer.Option(min=1, help="how long to wait")] = None,
+) -> None:
+    """Profile the next steps of a live run: RUN/profiles/NAME, a file a rank."""
+    from megascale.telemetry.profiling import profile_run
+    from megascale.telemetry.timeline.selection import parse_ranks
+
+    profile_run(
+        run_dir,
+        what=what,
+        num_steps=steps,
+        ranks=None if ranks is None else parse_ranks(ranks),
+        first_step=first,
+        name=name,
+        timeout_s=timeout_s,
+        say=typer.echo,
+    )
 
 
 def dashboard(

@@ -81,6 +81,7 @@ def _events(
         yield Incident(**row), (step, 3, 0)
     elif table == "ongoing":
         row["peers"] = tuple(json.loads(row["peers"] or "[]"))
+        row["posted"] = json.loads(row["posted"] or "{}")
         yield Ongoing(**row), (step, 4, 0)
     elif table == "counters":
         yield Counters(**row), (0, 5, row["t_ns"])

@@ -193,6 +193,9 @@ def ongoing_rows(job: Job, block: Block) -> list[Row]:
                 "waited_ns": 10_000_000_000 - rank,
                 "seq": step if wait["group"] == "world" else 2 * step,
                 "error": None,
+                "posted": json.dumps(
+                    {wait["group"]: step if wait["group"] == "world" else 2 * step}
+                ),
                 **wait,
                 "peers": json.dumps([peer for peer in wait["peers"] if peer != rank]),
             }

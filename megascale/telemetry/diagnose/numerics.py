@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,42 @@ def loss_spike(losses: Sequence[float], step: int) -> Finding | None:
         group="world",
         certain=number >= CONFIRM or not math.isfinite(losses[-1]),
     )
+
+
+@dataclass(frozen=True)
+class Spike:
+    """Steps in a row whose loss is out of what came before."""
+
+    first_step: int
+    last_step: int
+    peak: float
+    usual: float
+
+
+def loss_spikes(steps: Sequence[int], losses: Sequence[float]) -> list[Spike]:
+    """Every spike of a whole run, by the same measure as `loss_spike`: a value is out where it is
+    above the median of the HISTORY good ones before it by DEVIATIONS. One that lasts longer than
+    that history is what is usual from then on. Of values in order."""
+    found: list[Spike] = []
+    good: deque[float] = deque(maxlen=HISTORY)
+    going_on = False
+    usual = (math.inf, 0.0)
+    for step, loss in zip(steps, losses, strict=True):
+        judged = len(good) >= LEAST and (going_on or not loss <= max([*good][-LEAST:]))
+        if judged and not going_on:
+            usual = _usual([*good])
+        out = judged and not loss <= usual[0] + DEVIATIONS * usual[1]
+        if out and going_on:
+            last = found[-1]
+            found[-1] = Spike(last.first_step, step, max(last.peak, loss), last.usual)
+        elif out:
+            found.append(Spike(step, step, loss, usual[0]))
+        going_on = out
+        if out and found[-1].last_step - found[-1].first_step >= HISTORY:
+            good.append(loss)  # it stays: this is what is usual from now on
+        elif not out and math.isfinite(loss):
+            good.append(loss)
+    return found
 
 
 def _usual(before: Sequence[float]) -> tuple[float, float]:

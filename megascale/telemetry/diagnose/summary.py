@@ -1,25 +1,40 @@
 """The heat map of a job: time by rank and phase, and what stands out along every dimension
 (MegaScale 5.1, Figure 7).
 
-Suffixes: R ranks, P phases.
+A rank is compared with those of its pipeline stage, which do the same work; stages with each other.
+Beside the phases as they were recorded there is `compute`: forward and backward without the waits
+inside. A slow rank stands out there alone; in the phases that wait, those stand out that wait for
+it, so they say where time is lost and not who loses it (`WAITING`).
+
+Suffixes: R ranks, P phases, V values of a dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megascale.telemetry.diagnose.straggler import COMPUTES, WAITS
 from megascale.topology import Mesh
 
 SHARE = 0.05  # slower than the others by this much, and ...
 SIGMAS = 6.0  # ... by as many robust deviations
 FEWEST = 3  # values along a dimension that can be compared
+LEAST_OF_STEP = 0.005  # a phase that takes less of a step than this is not worth a word
+
+COMPUTE = "compute"
+WAITING = (
+    *("pp_wait", "pp_finish", "grad_sync", "param_gather", "world_sums", "send", "recv"),
+    *WAITS,
+    *COMPUTES,  # the waits are inside them
+)
 
 Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -27,6 +42,7 @@ class Outlier:
     """Ranks with one `value` of `dimension` take `share` longer in `phase` than the median value.
 
     dimension  "rank", "host", "tensor", "data" or "pipeline"
+    waits      in this phase they wait for others
     """
 
     dimension: str
@@ -35,123 +51,140 @@ class Outlier:
     share: float
     num_ranks: int
 
+    @property
+    def waits(self) -> bool:
+        return self.phase in WAITING
+
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Mean milliseconds a step, (ranks, phases), NaN where a rank has no such phase."""
+    """Mean milliseconds a step, (ranks, phases), NaN where a rank has no such phase; `outliers` of
+    what ranks do themselves first, of whole hosts before single ranks, by their share."""
 
-    ranks: tuple[int, ...]
+    rank_R: Integers
     phases: tuple[str, ...]
     mean_ms_RP: Floats
     outliers: tuple[Outlier, ...]
 
     def as_json(self) -> dict[str, Any]:
         """For the dashboard and `--json`; None where there is no value."""
-        rows = [
-            [None if np.isnan(x) else round(float(x), 4) for x in row] for row in self.mean_ms_RP
-        ]
+        rounded = np.round(self.mean_ms_RP, 4).astype(object)
+        rounded[np.isnan(self.mean_ms_RP)] = None
         return {
-            "ranks": list(self.ranks),
+            "ranks": self.rank_R.tolist(),
             "phases": list(self.phases),
-            "mean_ms": rows,
-            "outliers": [vars(outlier) for outlier in self.outliers],
+            "mean_ms": rounded.tolist(),
+            "outliers": [{**vars(one), "waits": one.waits} for one in self.outliers],
         }
 
 
 def heat_map(
-    sums: Mapping[int, Iterable[Mapping[str, int]]],
+    rank_R: Integers,
+    phases: Sequence[str],
+    mean_ms_RP: Floats,
     mesh: Mesh,
-    host_of: Mapping[int, str] | None = None,
+    host_R: Sequence[str] | None = None,
 ) -> HeatMap:
-    """The heat map of `sums`: by rank, one mapping of phases to ns a step, of the same steps.
+    """The heat map of mean ms a step, with the phase `compute` before the others where forwards or
+    backwards are among them.
 
-    host_of  the host of each rank, where it is known: a dimension of its own
+    host_R  the host of each rank, where it is known: a dimension of its own
     """
-    ranks = tuple(sorted(sums))
-    steps = {rank: list(sums[rank]) for rank in ranks}
-    phases = tuple(sorted({phase for of in steps.values() for step in of for phase in step}))
-    mean_ms_RP = np.full((len(ranks), len(phases)), np.nan)
-    for row, rank in enumerate(ranks):
-        for column, phase in enumerate(phases):
-            values = [step[phase] for step in steps[rank] if phase in step]
-            if values:
-                mean_ms_RP[row, column] = sum(values) / len(steps[rank]) / 1e6
-    outliers = []
-    for dimension, places in _dimensions(ranks, mesh, host_of or {}).items():
-        outliers += _outliers(dimension, places, phases, mean_ms_RP, _stages(ranks, mesh))
-    return HeatMap(ranks, phases, mean_ms_RP, tuple(outliers))
-
-
-def _dimensions(
-    ranks: Sequence[int], mesh: Mesh, host_of: Mapping[int, str]
-) -> dict[str, list[str]]:
-    at = [mesh.coordinates(rank) for rank in ranks]
-    found = {
-        "rank": [str(rank) for rank in ranks],
-        "tensor": [str(place.tp_rank) for place in at],
-        "data": [str(place.dp_rank) for place in at],
-        "pipeline": [str(place.pp_rank) for place in at],
+    phases, mean_ms_RP = _with_compute(list(phases), mean_ms_RP)
+    stage_R = rank_R // (mesh.tensor * mesh.data)
+    places = {
+        "host": None if host_R is None else np.asarray(host_R, dtype=object),
+        "pipeline": stage_R,
+        "data": rank_R // mesh.tensor % mesh.data,
+        "tensor": rank_R % mesh.tensor,
+        "rank": rank_R,
     }
-    if all(rank in host_of for rank in ranks):
-        found["host"] = [host_of[rank] for rank in ranks]
-    return found
+    relative_RP = _within_stages(mean_ms_RP, stage_R)
+    step_ms = np.nansum(np.nan_to_num(mean_ms_RP), axis=1)
+    usual_ms = float(np.median(step_ms)) if len(step_ms) else 0.0
+    most_ms_P = np.nan_to_num(mean_ms_RP).max(axis=0, initial=0.0)
+    judged = np.flatnonzero(most_ms_P >= LEAST_OF_STEP * usual_ms)
+    outliers: list[Outlier] = []
+    for dimension, value_R in places.items():
+        if value_R is None or not len(rank_R):
+            continue
+        values_RP = mean_ms_RP if dimension == "pipeline" else relative_RP
+        outliers += _outliers(dimension, value_R, [phases[p] for p in judged], values_RP[:, judged])
+    order = list(places)
+    outliers.sort(key=lambda o: (o.waits, o.phase != COMPUTE, order.index(o.dimension), -o.share))
+    return HeatMap(rank_R, tuple(phases), mean_ms_RP, tuple(outliers))
 
 
-def _stages(ranks: Sequence[int], mesh: Mesh) -> NDArray[np.int64]:
-    return np.array([mesh.coordinates(rank).pp_rank for rank in ranks], dtype=np.int64)
+def _with_compute(phases: list[str], mean_ms_RP: Floats) -> tuple[list[str], Floats]:
+    of = [phases.index(name) for name in COMPUTES if name in phases]
+    if not of:
+        return phases, mean_ms_RP
+    waits = [phases.index(name) for name in WAITS if name in phases]
+    known = np.nan_to_num(mean_ms_RP)
+    compute_R = np.maximum(known[:, of].sum(axis=1) - known[:, waits].sum(axis=1), 0.0)
+    compute_R[np.isnan(mean_ms_RP[:, of]).all(axis=1)] = np.nan
+    return [COMPUTE, *phases], np.column_stack([compute_R, mean_ms_RP])
 
 
 def _outliers(
-    dimension: str,
-    values: Sequence[str],
-    phases: Sequence[str],
-    mean_ms_RP: Floats,
-    stage_R: NDArray[np.int64],
+    dimension: str, value_R: NDArray[Any], phases: Sequence[str], values_RP: Floats
 ) -> list[Outlier]:
-    """Stages do different work, so a rank is compared within its stage but along "pipeline"."""
-    names = sorted(set(values))
+    names, group_R = np.unique(value_R, return_inverse=True)
     if len(names) < FEWEST:
         return []
-    of_value = np.searchsorted(names, values)
+    middle_VP = _medians(values_RP, group_R.reshape(-1), len(names))
     found = []
     for column, phase in enumerate(phases):
-        times_R = mean_ms_RP[:, column]
-        relative_R = times_R if dimension == "pipeline" else _within(times_R, stage_R)
-        known = ~np.isnan(relative_R)
-        middle = _medians(relative_R, of_value, len(names))
+        middle = middle_VP[:, column]
+        known_R = ~np.isnan(values_RP[:, column])
         for number in np.flatnonzero(_stands_out(middle)):
             share = middle[number] / float(np.nanmedian(middle)) - 1
-            count = int(np.sum(known & (of_value == number)))
-            found.append(Outlier(dimension, names[number], phase, round(float(share), 4), count))
+            count = int(np.sum(known_R & (group_R.reshape(-1) == number)))
+            found.append(Outlier(dimension, str(names[number]), phase, round(share, 4), count))
     return found
 
 
-def _medians(values_R: Floats, group_R: NDArray[np.int64], num_groups: int) -> Floats:
-    """Median of each group's known values, NaN for a group that has none."""
-    known = np.flatnonzero(~np.isnan(values_R))
-    order = known[np.argsort(group_R[known], kind="stable")]
-    cuts = np.searchsorted(group_R[order], np.arange(1, num_groups))
-    return np.array(
-        [np.median(part) if len(part) else np.nan for part in np.split(values_R[order], cuts)]
-    )
+def _medians(values_RP: Floats, group_R: Integers, num_groups: int) -> Floats:
+    """Median of each group's known values, (V, P); NaN for a group that has none."""
+    found = np.full((num_groups, values_RP.shape[1]), np.nan)
+    for column in range(values_RP.shape[1]):
+        values_R = values_RP[:, column]
+        order = np.lexsort((values_R, group_R))  # NaN is last in each group
+        counts = np.bincount(group_R[~np.isnan(values_R)], minlength=num_groups)
+        firsts = np.searchsorted(group_R[order], np.arange(num_groups))
+        has = counts > 0
+        low = order[firsts[has] + (counts[has] - 1) // 2]
+        high = order[firsts[has] + counts[has] // 2]
+        found[has, column] = (values_R[low] + values_R[high]) / 2
+    return found
 
 
-def _within(times_R: Floats, stage_R: NDArray[np.int64]) -> Floats:
-    relative_R = np.full(len(times_R), np.nan)
-    for stage in np.unique(stage_R):
-        of_stage = (stage_R == stage) & ~np.isnan(times_R)
-        usual = float(np.median(times_R[of_stage])) if of_stage.any() else 0.0
-        if usual > 0:
-            relative_R[of_stage] = times_R[of_stage] / usual
-    return relative_R
+def _within_stages(mean_ms_RP: Floats, stage_R: Integers) -> Floats:
+    """Of every rank, through the median of its stage; NaN where that is 0."""
+    stages, group_R = np.unique(stage_R, return_inverse=True)
+    usual_RP = _medians(mean_ms_RP, group_R.reshape(-1), len(stages))[group_R.reshape(-1)]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(usual_RP > 0, mean_ms_RP / usual_RP, np.nan)
 
 
-def _stands_out(middle: Floats) -> NDArray[np.bool_]:
-    known = middle[~np.isnan(middle)]
+def _stands_out(middle_V: Floats) -> NDArray[np.bool_]:
+    known = middle_V[~np.isnan(middle_V)]
     if len(known) < FEWEST:
-        return np.zeros(len(middle), bool)
+        return np.zeros(len(middle_V), bool)
     usual = float(np.median(known))
     sigma = 1.4826 * float(np.median(np.abs(known - usual)))
     with np.errstate(invalid="ignore"):
-        out: NDArray[np.bool_] = middle - usual > max(SHARE * usual, SIGMAS * sigma)
-    return out if usual > 0 else np.zeros(len(middle), bool)
+        out: NDArray[np.bool_] = middle_V - usual > max(SHARE * usual, SIGMAS * sigma)
+    return out if usual > 0 else np.zeros(len(middle_V), bool)
+
+
+def hosts_of(guilty: Sequence[int], host_of: Mapping[int, str]) -> list[str]:
+    """Hosts all of whose ranks are guilty, where they have more than one."""
+    num: dict[str, int] = {}
+    for host in host_of.values():
+        num[host] = num.get(host, 0) + 1
+    own: dict[str, int] = {}
+    for rank in guilty:
+        host = host_of.get(rank, "")
+        own[host] = own.get(host, 0) + 1
+    return sorted(host for host, count in own.items() if count == num.get(host) and count > 1)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megascale.telemetry.shown import ranks_text
 from megascale.telemetry.store.starts import Extents, Headers
 from megascale.topology import Mesh
 
@@ -48,19 +49,6 @@ def caveats_of(seen: Seen, dropped: Any, unreadable: Any) -> Iterator[str]:
     yield from _unreadable(unreadable.to_pylist())
 
 
-def shown(ranks: Sequence[int] | Integers) -> str:
-    """`3, 5, 8-11`, and how many more: a list of ranks in a sentence."""
-    runs: list[list[int]] = []
-    for rank in (int(r) for r in ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    parts = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs]
-    more = len(parts) - _SHOWN
-    return ", ".join(parts[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
 def _missing_ranks(seen: Seen) -> Iterator[str]:
     newest = int(seen.number_H.max())
     there = seen.headers.rank_H[seen.number_H == newest]
@@ -68,13 +56,13 @@ def _missing_ranks(seen: Seen) -> Iterator[str]:
     if len(missing):
         yield (
             f"{len(missing)} of {seen.mesh.world_size} ranks have recorded nothing in the newest "
-            f"start: {shown(missing)}; the others are shown"
+            f"start: {ranks_text(missing)}; the others are shown"
         )
     silent = np.setdiff1d(there, seen.extents.rank_E[seen.number_E == newest])
     if len(silent) and (seen.number_E == newest).any():
         yield (
             f"{len(silent)} ranks have finished no step of the newest start, others have: "
-            f"{shown(silent)}"
+            f"{ranks_text(silent)}"
         )
 
 
@@ -100,8 +88,8 @@ def _repeated_steps(seen: Seen) -> Iterator[str]:
     if len(twice):
         at = twice[0]
         yield (
-            f"ranks {shown(np.unique(e.rank_E[twice]))} recorded steps twice in one start (start "
-            f"{seen.number_E[at]}): they rolled back, or two runs wrote to this folder; the later "
+            f"ranks {ranks_text(np.unique(e.rank_E[twice]))} recorded steps twice in start "
+            f"{seen.number_E[at]}: they rolled back, or two runs wrote to this folder; the later "
             "record of a step counts"
         )
 
@@ -127,7 +115,7 @@ def _clock_jumps(seen: Seen) -> Iterator[str]:
     for number, found in sorted(jumps.items()):
         most_ns, _ = max(found)
         yield (
-            f"the clock of ranks {shown(sorted(rank for _, rank in found))} went back by up to "
+            f"the clock of ranks {ranks_text(rank for _, rank in found)} went back by up to "
             f"{most_ns / 1e9:.1f} s between starts {number} and {number + 1}: their times are not "
             "comparable across it (or two runs wrote to this folder)"
         )
@@ -138,8 +126,8 @@ def _dropped(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         total = sum(row["count"] or 0 for row in rows)
         ranks = sorted({row["rank"] for row in rows})
         yield (
-            f"{total} events of ranks {shown(ranks)} were dropped because a buffer was full; raise "
-            "telemetry.buffer_events, or telemetry.span_interval"
+            f"{total} events of ranks {ranks_text(ranks)} were dropped because a buffer was full; "
+            "raise telemetry.buffer_events, or telemetry.span_interval"
         )
 
 

@@ -25,6 +25,7 @@ from megascale.errors import DataError
 from megascale.events import Counters, Incident, Ongoing, Span
 from megascale.telemetry.diagnose.straggler import COMPUTES, WAITS
 from megascale.telemetry.readers.answer import Window
+from megascale.telemetry.store.catch_up import catch_up as store_the_rest
 from megascale.telemetry.store.identity import Identity, Places, Start, identify
 from megascale.telemetry.store.metrics_file import read_metrics
 from megascale.telemetry.store.queries import Store
@@ -104,8 +105,6 @@ class Run:
     def refresh(self) -> bool:
         """See what was recorded since; whether there is anything new."""
         if self._catch_up:
-            from megascale.telemetry.store.catch_up import catch_up as store_the_rest
-
             store_the_rest(self.run_dir)
         grown, self._metrics_bytes = self._metrics_bytes, self._size_of_metrics()
         if not self._store.refresh():
@@ -147,6 +146,22 @@ class Run:
         step_S, rank_R, (dur_SR, begin_SR) = _pivot(table, ("dur_ns", "t0_ns"))
         return StepTimes(step_S, rank_R, dur_SR / 1e9, begin_SR / 1e9)
 
+    def mean_step_s(self, step_S: Integers) -> Floats:
+        """[S]: how long each of the steps took, seconds, mean over ranks; NaN: not there."""
+        if not len(step_S):
+            return np.zeros(0)
+        table = self._store.table(
+            "SELECT step, avg(dur_ns) / 1e9 AS mean FROM current_steps WHERE step BETWEEN ? AND ? "
+            "GROUP BY step ORDER BY step",
+            (int(step_S.min()), int(step_S.max())),
+        )
+        found = dict(zip(*(table.column(n).to_pylist() for n in ("step", "mean")), strict=True))
+        return np.array([found.get(step, np.nan) for step in step_S.tolist()])
+
+    def number_of(self, rank: int, start: int) -> int:
+        """The job's start, from the number of it in a rank's file (column `start` of tables)."""
+        return self._identity.number_of(rank, start)
+
     def phase_means(self, first: int, last: int) -> PhaseMeans:
         phases = self.phases()
         sums = "".join(f", sum({_column(name)})::DOUBLE" for name in phases)
@@ -166,6 +181,23 @@ class Run:
             mean_ms_RP=mean_ms_RP[:, known],
             num_steps_R=steps_R.astype(np.int64),
         )
+
+    def step_means(self, first: int, last: int) -> PhaseTimes:
+        """Of every phase the mean over ranks in each step; `rank_R` is [-1], matrices (S, 1)."""
+        phases = self.phases()
+        sums = "".join(f", avg({_column(name)})::DOUBLE" for name in phases)
+        table = self._store.table(
+            f"SELECT step{sums} FROM current_sums WHERE step BETWEEN ? AND ? "
+            "GROUP BY step ORDER BY step",
+            (first, last),
+        )
+        step_S, *values = (column.to_numpy() for column in table.columns)
+        known = {
+            name: np.asarray(column, np.float64)[:, None]
+            for name, column in zip(phases, values, strict=True)
+            if not np.isnan(np.asarray(column, np.float64)).all()
+        }
+        return PhaseTimes(step_S.astype(np.int64), np.array([-1]), known)
 
     def phase_times(self, first: int, last: int, phases: Sequence[str]) -> PhaseTimes:
         """Phases that nobody has are left out."""
@@ -220,6 +252,7 @@ class Run:
         for row in rows:
             if self._identity.number_of(row["rank"], row.pop("start")) == newest:
                 row["peers"] = tuple(json.loads(row["peers"] or "[]"))
+                row["posted"] = json.loads(row["posted"] or "{}")
                 found.append(Ongoing(**row))
         return found
 
@@ -291,8 +324,6 @@ def open_run(run_dir: Path, *, catch_up: bool = True) -> Run:
             "that was recorded (telemetry.enable = true)"
         )
     if catch_up:
-        from megascale.telemetry.store.catch_up import catch_up as store_the_rest
-
         folder = store_the_rest(run_dir).folder
     run = Run(run_dir, folder, catch_up=catch_up)
     if not run.starts:
