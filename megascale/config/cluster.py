@@ -53,6 +53,9 @@ class ClusterConfig(Section):
     )
     straggler_window: int = Field(30, ge=5, description="steps")
     straggler_windows: int = Field(3, ge=1, description="in a row, before a node is evicted")
+    straggler_least_s: float = Field(
+        15.0, ge=0.0, description="slow for as long, before a node is evicted"
+    )
     loss_spike: float = Field(
         0.0, ge=0.0, description="nats above the median of 50 steps that are a fault; 0: none"
     )

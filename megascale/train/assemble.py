@@ -106,7 +106,8 @@ def assemble(
         logger.info("process groups created: %s", times)
     place = groups.coordinates
     ops = replace(tensor_operators(par, groups, device), operators=config.operators.mode)
-    tp = TensorParallel(groups.tensor, place.tp_rank, mesh.tensor, span, ops, detail)
+    tp_span = span if mesh.tensor > 1 else no_span  # without peers a linear waits for nobody
+    tp = TensorParallel(groups.tensor, place.tp_rank, mesh.tensor, tp_span, ops, detail)
     layers = split_layers(config.model.num_layers, par.num_chunks)
     chunks: dict[int, TransformerChunk] = {}
     sharded: list[tuple[list[str], list[StoredParameter]]] = []
