@@ -19,7 +19,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-MOST_QUERY_BYTES = 128 << 10  # 12,288 ranks as a list are 70 KB
+MOST_QUERY_BYTES = 32 << 10  # 512 ranks as a list are 3 KB; uvicorn's parser ends at 64 KiB
 MOST_BODY_BYTES = 64 << 10
 _READING = ("GET", "HEAD")
 

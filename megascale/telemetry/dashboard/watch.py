@@ -40,7 +40,6 @@ class DriverWatch:
         look_s: float = LOOK_S,
     ) -> None:
         self._run_dir, self.driver, self._on_change = run_dir, driver, on_change
-        self._is_given = driver is not None
         self._look_s = look_s
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="driver watch", daemon=True)
@@ -63,12 +62,19 @@ class DriverWatch:
             self._closed.wait(self._look_s)
 
     def _look(self) -> DriverSeen:
+        """Of the driver that is known; where it does not answer, of the one that the folder names:
+        perhaps the next one, at another address."""
         beside = driver_beside(self._run_dir)
-        if beside is not None and (self.driver is None or not self._is_given):
-            self.driver = beside  # perhaps the next one, at another address
-        if self.driver is None:
-            return DriverSeen()
-        try:
-            return DriverSeen(self.driver.status(), "")
-        except MegascaleError as error:
-            return DriverSeen(self.seen.status, str(error))
+        known = [] if self.driver is None else [self.driver]
+        if beside is not None and beside.url not in {one.url for one in known}:
+            known.append(beside)
+        why = DriverSeen().why
+        for driver in known:
+            try:
+                status = driver.status()
+            except MegascaleError as error:
+                why = str(error)
+            else:
+                self.driver = driver
+                return DriverSeen(status, "")
+        return DriverSeen(self.seen.status, why)

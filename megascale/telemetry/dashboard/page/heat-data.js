@@ -1,11 +1,27 @@
 // The heat map as columns of numbers, what is usual, and cells over ranks, hosts or switches.
 
-// {ranks, phases, ms: Float64Array a phase, outliers} of the reader's answer.
-export function fromAnswer({ data }) {
+const COMPUTE = "compute";
+
+// {ranks, phases, ms: Float64Array a phase, outliers, waiting} of the readers' answers: `outliers`
+// are slow by themselves, `waiting` stand out because they wait for others. A straggler of a few
+// per cent is found over many steps, and stands out in no mean: it is one of the outliers too.
+export function fromAnswers({ data }, stragglers) {
   const { ranks, phases } = data;
   const ms = phases.map((_, p) => Float64Array.from(data.mean_ms, (row) => row[p] ?? NaN));
   const totals = ms.map((column) => column.reduce((sum, one) => sum + (Number.isNaN(one) ? 0 : one), 0));
-  return { ranks, phases, ms, totals, outliers: data.outliers ?? [], window: data };
+  const outliers = data.outliers.filter((one) => !one.waits);
+  const known = new Set(outliers.filter((one) => one.dimension === "rank" && one.phase === COMPUTE).map((one) => Number(one.value)));
+  const slow = stragglers?.data ?? { ranks: [], share: [] };
+  slow.ranks.forEach((rank, i) => {
+    if (!known.has(rank)) outliers.push({ dimension: "rank", value: String(rank), phase: COMPUTE, share: slow.share[i], num_ranks: 1, waits: false });
+  });
+  return { ranks, phases, ms, totals, outliers, waiting: data.outliers.filter((one) => one.waits) };
+}
+
+// The phase to look at first: what ranks do themselves.
+export function firstPhase(heat) {
+  const worst = heat.outliers.toSorted((a, b) => b.share - a.share)[0];
+  return worst?.phase ?? [COMPUTE, "forward"].find((name) => heat.phases.includes(name)) ?? heat.phases[0];
 }
 
 function median(values) {

@@ -81,7 +81,7 @@ export class Grid {
     return i >= 0 && i < this.across && j >= 0 && inside < block.count ? block.first + inside : null;
   }
 
-  draw(context, width, height, { rings, picked, kin }) {
+  draw(context, width, height, { rings, waits, picked, kin }) {
     this.fit(width, height);
     const { values } = this.cells;
     const paint = colours();
@@ -105,6 +105,7 @@ export class Grid {
     }
     this.#labels(context, width, height, paint);
     for (const [colour, members] of kin) this.#outline(context, members, colour, 1.5, 0);
+    this.#outline(context, waits, paint["warn-fill"], 1.5, waits.length > 400 ? 0 : 7);
     this.#outline(context, rings, paint.bad, 2, rings.length > 400 ? 0 : 13);
     if (picked !== null) this.#outline(context, [picked], paint.accent, 3, 15);
     if (this.cursor !== null) this.#outline(context, [this.cursor], paint.text, 1.5, 11);

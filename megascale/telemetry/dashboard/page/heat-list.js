@@ -4,14 +4,23 @@ import { h } from "/page/dom.js";
 import { count, signed } from "/page/format.js";
 import { SHORT } from "/page/mesh.js";
 
-const MOST = 60;
+const MOST = 40;
+const MOST_WAITING = 8;
 
 export function outlierList(view) {
-  const found = view.heat.outliers.toSorted((a, b) => b.share - a.share);
-  if (!found.length) return h("p", { class: "empty" }, "Nothing: all ranks are alike along every dimension.");
-  const items = found.slice(0, MOST).map((one) => h("li", {}, button(view, one)));
-  const rest = found.length - items.length;
-  return [h("ol", { class: "outliers" }, items), rest > 0 ? h("p", { class: "small muted" }, `and ${count(rest)} more`) : null];
+  const own = listed(view, view.heat.outliers, MOST);
+  const waiting = listed(view, view.heat.waiting, MOST_WAITING);
+  return [
+    own ?? h("p", { class: "empty" }, "No rank, host or group is slow by itself."),
+    waiting ? [h("h3", {}, "Waiting for others"), waiting] : null,
+  ];
+}
+
+function listed(view, outliers, most) {
+  if (!outliers.length) return null;
+  const found = outliers.toSorted((a, b) => b.share - a.share);
+  const rest = found.length - most;
+  return [h("ol", { class: "outliers" }, found.slice(0, most).map((one) => h("li", {}, button(view, one)))), rest > 0 ? h("p", { class: "small muted" }, `and ${count(rest)} more`) : null];
 }
 
 function button(view, one) {
@@ -29,7 +38,7 @@ function button(view, one) {
     }
   };
   const here = rank !== null && rank === view.app.rank && one.phase === view.phase;
-  return h("button", { type: "button", "aria-current": here ? "true" : null, on: { click: look } },
+  return h("button", { type: "button", class: one.waits ? "waits" : "", "aria-current": here ? "true" : null, on: { click: look } },
     h("i", { class: "ring", "aria-hidden": "true" }), h("strong", {}, title), h("span", { class: "by" }, signed(one.share)), h("span", { class: "where" }, where));
 }
 

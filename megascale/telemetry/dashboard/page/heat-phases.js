@@ -27,7 +27,7 @@ export class PhaseRows {
     return Math.max(14, Math.min(44, height / this.rows.length));
   }
 
-  draw(context, width, height, { picked, marked }) {
+  draw(context, width, height, { picked, marked, waiting }) {
     const paint = colours();
     const list = ramp();
     const { each, number, side } = this.columns(width);
@@ -44,12 +44,14 @@ export class PhaseRows {
         context.fillRect(LEFT + c * side, r * high, side - (side > 6 ? 1 : 0), high - 2);
       }
     });
-    context.strokeStyle = paint.bad;
     context.lineWidth = 2;
-    for (const { row, phase } of marked) {
-      const r = this.rows.findIndex((one) => one.phase === phase);
-      const wide = Math.max(side, 10);
-      context.strokeRect(LEFT + (Math.floor(row / each) + 0.5) * side - wide / 2, r * high, wide, high - 2);
+    for (const [colour, least, found] of [[paint["warn-fill"], 4, waiting], [paint.bad, 10, marked]]) {
+      context.strokeStyle = colour;
+      for (const { row, phase } of found) {
+        const r = this.rows.findIndex((one) => one.phase === phase);
+        const wide = Math.max(side, least);
+        context.strokeRect(LEFT + (Math.floor(row / each) + 0.5) * side - wide / 2, r * high, wide, high - 2);
+      }
     }
     if (picked !== null) {
       context.strokeStyle = paint.accent;

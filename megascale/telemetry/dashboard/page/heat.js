@@ -5,14 +5,13 @@ import { get } from "/page/api.js";
 import { ramp, workColour } from "/page/colour.js";
 import { add, choice, fill, h, panel, segments, setOptions } from "/page/dom.js";
 import { count, number, signed } from "/page/format.js";
-import { cells, fromAnswer, gather, relative, span } from "/page/heat-data.js";
+import { cells, firstPhase, fromAnswers, gather, relative, span } from "/page/heat-data.js";
 import { Grid } from "/page/heat-grid.js";
 import { PhaseRows } from "/page/heat-phases.js";
 import { outlierList } from "/page/heat-list.js";
 import { AXES, SHORT } from "/page/mesh.js";
 import { Surface, pointing } from "/page/surface.js";
 
-const DEFAULT = ["forward", "backward"];
 const NEAR_SCALE = 100;
 
 export function open(root, app, query) {
@@ -76,8 +75,9 @@ class HeatView {
 
   async #read() {
     try {
+      const slow = get("/api/read/stragglers").catch(() => null); // of few steps it has no answer
       const [answer, places] = await Promise.all([get("/api/read/heat_map"), this.app.places()]);
-      this.heat = fromAnswer(answer);
+      this.heat = fromAnswers(answer, await slow);
       this.answer = answer;
       this.places = places;
     } catch (error) {
@@ -85,11 +85,7 @@ class HeatView {
       return;
     }
     const { heat } = this;
-    const legal = heat.phases.includes(this.phase);
-    if (!legal) {
-      const worst = heat.outliers.toSorted((a, b) => b.share - a.share)[0];
-      this.phase = worst?.phase ?? DEFAULT.find((name) => heat.phases.includes(name)) ?? heat.phases[0];
-    }
+    if (!heat.phases.includes(this.phase)) this.phase = firstPhase(heat);
     const busiest = heat.phases.map((name, p) => [name, heat.totals[p]]).sort((a, b) => b[1] - a[1]);
     setOptions(this.phases, busiest.map(([name]) => [name, name]), this.phase);
     this.#groups();
@@ -121,16 +117,17 @@ class HeatView {
       this.cells = cells(heat, this.values, this.unit, this.groups);
       this.grid.set(this.cells, ...span(this.cells.values));
     }
-    this.marked = this.#marked();
+    this.marked = this.#marked(this.heat.outliers);
+    this.waiting = this.#marked(this.heat.waiting);
     this.#scale();
     this.#picked();
     this.#label();
   }
 
   // Rows of the heat map that an outlier of this phase names, but for whole stages and the like.
-  #marked() {
+  #marked(outliers) {
     const found = [];
-    for (const one of this.heat.outliers) {
+    for (const one of outliers) {
       if (this.shape === "hosts" && one.phase !== this.phase) continue;
       const phase = this.heat.phases.indexOf(one.phase);
       if (one.dimension === "rank" && this.rowOf.has(Number(one.value))) found.push({ row: this.rowOf.get(Number(one.value)), phase });
@@ -183,13 +180,14 @@ class HeatView {
     if (!this.heat) return;
     const picked = this.app.rank === null ? null : this.rowOf.get(this.app.rank) ?? null;
     if (this.shape === "phases") {
-      this.rows.draw(context, width, height, { picked, marked: this.marked });
+      this.rows.draw(context, width, height, { picked, marked: this.marked, waiting: this.waiting });
       return;
     }
     const { cellOf } = this.cells;
     const mesh = this.places.meshed;
     const kin = picked === null ? [] : AXES.filter((axis) => mesh[axis] > 1).map((axis) => [workColour(axis), mesh.group(this.app.rank, axis).flatMap((rank) => (this.rowOf.has(rank) ? [cellOf[this.rowOf.get(rank)]] : []))]);
-    this.grid.draw(context, width, height, { rings: [...new Set(this.marked.map(({ row }) => cellOf[row]))], picked: picked === null ? null : cellOf[picked], kin: this.unit === "rank" ? kin : [] });
+    const cellsOf = (marked) => [...new Set(marked.map(({ row }) => cellOf[row]))];
+    this.grid.draw(context, width, height, { rings: cellsOf(this.marked), waits: cellsOf(this.waiting), picked: picked === null ? null : cellOf[picked], kin: this.unit === "rank" ? kin : [] });
   }
 
   #hit(x, y) {
