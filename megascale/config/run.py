@@ -96,6 +96,11 @@ class TelemetryConfig(Section):
         False,
         description="mark every operator by class of work, forward and backward; for measurements",
     )
+    memory_snapshot_on_oom: bool = Field(
+        True,
+        description="a GPU that is out of memory leaves what it held in "
+        "RUN/profiles/out-of-memory; costs nothing before",
+    )
     ongoing_after_s: float = Field(
         10.0, gt=0.0, description="a collective waited for so long: the rank records what it is in"
     )

@@ -19,6 +19,9 @@ from megascale.telemetry.hooks import Hook
 from megascale.telemetry.recorder import NullRecorder, Recorder
 from megascale.telemetry.writer import LineWriter, line_file
 from megascale.topology import Mesh
+from megascale.train.out_of_memory import snapshot_on_oom
+from megascale.train.profile_requests import ProfileRequests
+from megascale.train.profilers import profilers
 from megascale.train.run_folder import RunFolder
 
 
@@ -63,10 +66,20 @@ def open_recorder(
             progress=ProgressWriter(Path(agent.progress_page)) if agent.progress_page else None,
             epoch=agent.epoch,
         )
+        profiles = ProfileRequests(
+            folder.path,
+            rank.global_rank,
+            rank.world_size,
+            profilers(folder.path, recorder, device, writer.path),
+        )
+        recorder.hooks.append(profiles)
+        if telemetry.memory_snapshot_on_oom and device.type == "cuda":
+            snapshot_on_oom(folder.path, recorder)
         try:
             with _deadline(recorder, writer, mesh, device, telemetry.ongoing_after_s):
                 yield recorder
         finally:
+            profiles.close()
             recorder.close()
 
 

@@ -1,0 +1,164 @@
+"""`megascale profile`: asks a live run for profiles of its next steps, and waits for them.
+
+The first step is as far ahead as ranks need to find the request: they look once a second, the
+newest step is known half a second late, and a step or two are under way. Ranks that did not answer
+by the deadline are named.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megascale.errors import ConfigError, DataError, LaunchError
+from megascale.events import Header, Step, parse_line
+from megascale.telemetry.requests import Answer, Request, read_answers, write_request
+
+LEAD_S = 3.0
+_STEPS_UNDER_WAY = 2
+_WAIT_S = 120.0  # beyond the steps themselves: starting a profiler, writing its file
+_LOOK_INTERVAL_S = 0.2
+_TAIL_BYTES = 1 << 20
+_MOST_LISTED = 16
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where a live run is: its newest step that was told, what a step takes, its ranks."""
+
+    step: int
+    step_s: float
+    world_size: int
+
+    def step_ahead(self, lead_s: float = LEAD_S) -> int:
+        """The first step that all ranks can begin together when they are asked now."""
+        return self.step + _STEPS_UNDER_WAY + 1 + math.ceil(lead_s / max(self.step_s, 1e-6))
+
+
+def profile_run(
+    run_dir: Path,
+    *,
+    what: str,
+    num_steps: int,
+    ranks: Sequence[int] | None,
+    first_step: int | None = None,
+    name: str | None = None,
+    timeout_s: float | None = None,
+    say: Callable[[str], object] = print,
+) -> None:
+    """Ask, wait, and say where the files lie. LaunchError: a rank refused or did not answer."""
+    moment = where_is(run_dir)
+    wanted = list(range(moment.world_size)) if ranks is None else sorted(set(ranks))
+    strangers = [rank for rank in wanted if not 0 <= rank < moment.world_size]
+    if strangers:
+        raise ConfigError(
+            f"ranks {strangers} are not of this run, which has ranks 0 to {moment.world_size - 1}"
+        )
+    first = first_step or moment.step_ahead()
+    chosen = name or time.strftime(f"{what}-%Y%m%d-%H%M%S", time.gmtime())
+    asked = None if ranks is None else tuple(wanted)
+    request = Request(chosen, what, first, num_steps, asked)
+    write_request(run_dir, request)
+    say(
+        f"asked {len(wanted)} ranks for {what} of steps {first} to {request.last_step}; the newest "
+        f"step is {moment.step}, a step takes {moment.step_s:.3f} s"
+    )
+    num_ahead = request.last_step - moment.step
+    limit_s = timeout_s or 2 * num_ahead * moment.step_s + _WAIT_S
+    answers = _wait(run_dir, chosen, wanted, limit_s)
+    for line in _places(run_dir, request, answers):
+        say(line)
+    _judge(run_dir, chosen, wanted, answers, limit_s)
+
+
+def where_is(run_dir: Path) -> Moment:
+    """Of the run in `run_dir`, from the end of a rank's file. DataError: it has no step yet."""
+    files = sorted((run_dir / "telemetry").glob("rank_*.jsonl"))
+    if not files:
+        raise DataError(
+            f"{run_dir} records nothing (there is no telemetry/rank_*.jsonl); give the folder of a "
+            "run that trains with telemetry.enable = true"
+        )
+    header = step = None
+    for line in _lines_from_the_end(files[0]):
+        if step is None and b'"kind":"step"' in line:
+            step = parse_line(line)
+        if b'"kind":"header"' in line:
+            header = parse_line(line)
+            break
+    if header is None:
+        with files[0].open("rb") as file:
+            header = parse_line(file.readline())
+    if not isinstance(step, Step) or not isinstance(header, Header):
+        raise DataError(
+            f"{run_dir} has finished no step yet; ask again when metrics.jsonl has its first line"
+        )
+    return Moment(step.step, step.dur_ns / 1e9, header.world_size)
+
+
+def _lines_from_the_end(path: Path) -> list[bytes]:
+    """The last whole lines of a file that grows, newest first."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - _TAIL_BYTES))
+        data = file.read()
+    lines = data.split(b"\n")[:-1]  # behind the last newline: one that is being written
+    return lines[::-1] if size <= _TAIL_BYTES else lines[:0:-1]
+
+
+def _wait(run_dir: Path, name: str, ranks: Sequence[int], limit_s: float) -> dict[int, Answer]:
+    """The answers that are there when all ranks are through, or at the deadline."""
+    deadline_s = time.monotonic() + limit_s
+    while True:
+        answers = read_answers(run_dir, name, ranks)
+        through = [answer for answer in answers.values() if answer.state != "accepted"]
+        if len(through) == len(ranks) or time.monotonic() >= deadline_s:
+            return answers
+        time.sleep(_LOOK_INTERVAL_S)
+
+
+def _places(run_dir: Path, request: Request, answers: dict[int, Answer]) -> list[str]:
+    done = [answers[rank] for rank in sorted(answers) if answers[rank].state == "done"]
+    lines = [
+        f"rank {answer.rank}: {run_dir / answer.path}, steps {answer.first_step} to "
+        f"{answer.last_step}"
+        for answer in done[:_MOST_LISTED]
+        if answer.path is not None
+    ]
+    if len(done) > _MOST_LISTED:
+        lines.append(f"... and {len(done) - _MOST_LISTED} more ranks in the same folder")
+    if request.what == "spans" and done:
+        lines.append(
+            f"draw them: megascale trace {run_dir} -o trace.json.gz --first {request.first_step} "
+            f"--last {request.last_step}"
+        )
+    return lines
+
+
+def _judge(
+    run_dir: Path, name: str, ranks: Sequence[int], answers: dict[int, Answer], limit_s: float
+) -> None:
+    """LaunchError unless all are done."""
+    refused = [answer for answer in answers.values() if answer.state == "refused"]
+    unfinished = sorted(rank for rank, answer in answers.items() if answer.state == "accepted")
+    silent = [rank for rank in ranks if rank not in answers]
+    said = [f"rank {answer.rank}: {answer.why}" for answer in refused[:_MOST_LISTED]]
+    if len(refused) > _MOST_LISTED:
+        said.append(f"{len(refused) - _MOST_LISTED} more ranks refused")
+    if unfinished:
+        said.append(f"ranks {_listed(unfinished)} took it and were not through in {limit_s:.0f} s")
+    if silent:
+        said.append(
+            f"ranks {_listed(silent)} did not answer in {limit_s:.0f} s: is the run alive? "
+            f"(its newest step: {where_is(run_dir).step})"
+        )
+    if said:
+        raise LaunchError(f"request {name}: " + "; ".join(said))
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    more = ", ..." if len(ranks) > _MOST_LISTED else ""
+    return ", ".join(map(str, ranks[:_MOST_LISTED])) + more
