@@ -3,6 +3,7 @@
     config.json        resolved configuration        run.json     commit, versions, command, starts
     metrics.jsonl      one line a logged step        tb/          TensorBoard
     telemetry/         recorded events, one file of lines a rank
+    profiles/          what `megascale profile` asked for, and what a full GPU held
     checkpoints/       step-N folders                logs/        output of local ranks
     tokenizer.json     (and tokenizer_config.json) copied from the data, so that the folder alone
                        can generate and export

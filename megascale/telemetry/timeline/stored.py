@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megascale.events import Incident, Span, Step
 from megascale.telemetry.store.run import Run
+from megascale.telemetry.timeline.alignment import Alignment, align_hosts
+from megascale.telemetry.timeline.ends import Collector
+from megascale.telemetry.timeline.groups import Groups
 from megascale.telemetry.timeline.source import Place, RankRecord
 from megascale.topology import Mesh
 
@@ -68,3 +71,12 @@ class StoredRun:
             if incident.step is not None and self._first <= incident.step <= self._last:
                 found[incident.rank].append(incident)
         return found
+
+
+def clocks_of(run: Run, first: int, last: int) -> Alignment:
+    """How far the clocks of the hosts of `run` are apart in these steps, for whoever compares times
+    of several hosts: add `correction_ns(host)` to those of `Run.spans`."""
+    source, collector = StoredRun(run, first, last), Collector(Groups(run.mesh))
+    for record in source.records(sorted(source.places)):
+        collector.add(record.rank, record.spans)
+    return align_hosts(collector.columns(), source.places)

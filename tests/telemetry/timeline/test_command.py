@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 from benchmarks.telemetry.synthetic import Job, write_lines
 from megascale.cli import app
 from megascale.errors import ConfigError, DataError
+from megascale.telemetry.store.run import open_run
+from megascale.telemetry.timeline.stored import clocks_of
 from megascale.topology import Mesh
 from tests.telemetry.timeline.importer import import_trace
 
@@ -58,6 +60,14 @@ def test_a_pipeline_group_in_a_window(run: Path, tmp_path: Path) -> None:
     assert sorted(found.order, key=lambda rank: found.order[rank]) == [1, 5]
     assert {one.event["args"]["step"] for one in found.slices} == {20, 21}
     assert "clocks are as they were recorded: --no-align" in said
+
+
+def test_others_can_ask_for_the_clocks_alone(run: Path, tmp_path: Path) -> None:
+    with open_run(run) as opened:
+        clocks = clocks_of(opened, 11, 25)
+    trace(run, "-o", tmp_path / "t.json", "--first", "11")
+    assert clocks.as_json() == import_trace(tmp_path / "t.json").metadata["clocks"]
+    assert len(clocks.hosts) == 2
 
 
 def test_steps_without_spans_are_said(run: Path, tmp_path: Path) -> None:
