@@ -51,7 +51,7 @@ class LineFile:
         self.source: str | None = None
         self._offset = self._num_cuts = 0
         self._searched = 0  # of a line that is too long: where its end was looked for
-        self._seen: tuple[int, int] | None = None  # inode, bytes: nothing is new while they stay
+        self._seen: tuple[int, ...] | None = None  # nothing is new while these stay
 
     def identify(self) -> str | None:
         """The file's source, read from it. OSError: it cannot be read."""
@@ -77,9 +77,8 @@ class LineFile:
         return self._offset
 
     def may_have_more(self) -> bool:
-        """Whether the file is another, or of another length, than when its end was seen."""
-        stat = os.stat(self.path)
-        return (stat.st_ino, stat.st_size) != self._seen
+        """Whether the file is another, or was written to, since its end was seen."""
+        return _state(os.stat(self.path)) != self._seen
 
     def read(self, most_bytes: int = MOST_BYTES) -> Message | None:
         """The next whole lines, about `most_bytes` of them, and go behind them; None where there
@@ -99,7 +98,7 @@ class LineFile:
                 self.go_to((self._num_cuts + 1) * CUT + _last_line_end(descriptor, stat.st_size))
             message = self._next(descriptor, most_bytes)
             if message is None:
-                self._seen = stat.st_ino, stat.st_size
+                self._seen = _state(stat)
             return message
         finally:
             os.close(descriptor)
@@ -143,6 +142,10 @@ class LineFile:
             return None
         digest = hashlib.blake2b(first[: end if end >= 0 else None], digest_size=8).hexdigest()
         return f"{self.path.name}{SEPARATOR}{digest}"
+
+
+def _state(stat: os.stat_result) -> tuple[int, ...]:
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _last_line_end(descriptor: int, size: int) -> int:

@@ -10,7 +10,7 @@ behind it, in the middle of a message too.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -127,9 +127,10 @@ class Batch:
                 header = by_line[following]
                 following += 1
                 shift_ns = header.record["unix_ns"] - header.record["monotonic_ns"]
-                at = replace(at, num_headers=at.num_headers + 1, shift_ns=shift_ns)
+                at = Position(at.offset, at.rank, at.num_headers + 1, shift_ns)
                 states.append((header.line, at.num_headers - 1, shift_ns))
-            self.positions[message.source] = replace(at, offset=message.end)
+            end = message.end
+            self.positions[message.source] = Position(end, at.rank, at.num_headers, at.shift_ns)
         self._first_line = np.array([state[0] for state in states], np.int64)
         self._start = np.array([state[1] for state in states], np.int64)
         self._shift_ns = np.array([state[2] or 0 for state in states], np.int64)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from megascale.errors import DataError
 from megascale.telemetry.path.line_files import LineFile, list_line_files, telemetry_folder
+from megascale.telemetry.path.queue import MOST_BYTES as MOST_READ_BYTES
 from megascale.telemetry.store.merging import merge_what_is_due
 from megascale.telemetry.store.segments import live_segments, store_folder
 from megascale.telemetry.store.writing import StoreLock, StoreWriter
@@ -86,7 +87,7 @@ def _store(
         still = []
         for file, end in todo:
             before = file.position
-            message = file.read()
+            message = file.read(MOST_READ_BYTES)
             if message is not None:
                 writer.admit(message)
                 done += max(file.position - before, 0)

@@ -205,12 +205,16 @@ def _placed(batch: Batch, kind: str, lines: Integers, rows: Any) -> Any:
 
 def _is_sane(rows: Any) -> bool:
     """Whether no number is absurd (`odd_lines.BIGGEST`)."""
-    from pyarrow import compute
+    return all(_is_sane_column(name, rows[name]) for name in rows.column_names)
 
-    for name in rows.column_names:
-        if str(rows[name].type) in ("int64", "int32"):
-            low, high = (0, MOST_STEPS) if name == "step" else (-BIGGEST, BIGGEST)
-            bounds = compute.min_max(rows[name]).as_py()
-            if bounds["min"] is not None and not low <= bounds["min"] <= bounds["max"] < high:
-                return False
-    return True
+
+def _is_sane_column(name: str, column: Any) -> bool:
+    from pyarrow import compute, types
+
+    if types.is_floating(column.type):
+        return bool(compute.all(compute.is_finite(column), min_count=0).as_py())
+    if not types.is_integer(column.type):
+        return True
+    low, high = (0, MOST_STEPS) if name == "step" else (-BIGGEST, BIGGEST)
+    bounds = compute.min_max(column).as_py()
+    return bounds["min"] is None or low <= bounds["min"] <= bounds["max"] < high

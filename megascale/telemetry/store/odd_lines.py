@@ -40,7 +40,7 @@ WALL_TIMES: Mapping[str, tuple[str, ...]] = {  # columns that the header places 
 JSON_COLUMNS = ("versions", "detail", "peers", "posted")
 BIGGEST = 1 << 62  # exclusive, of any whole number: two of them add up
 MOST_STEPS = 1 << 40
-MOST_PHASES = 512  # names of phases in a store
+MOST_PHASES = 256  # names of phases in a store
 _RESYNC = b'{"v":'
 _EVENTS = {event.kind: event for event in get_args(Event)}
 
