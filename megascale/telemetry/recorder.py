@@ -65,7 +65,8 @@ class Recorder:
         self._sink, self._host_clock = sink, MonotonicClock()
         self._span_interval, self._buffer_events = span_interval, buffer_events
         self._page = None if progress is None else PageReports(progress, epoch)
-        self._lock = threading.Lock()  # backward's spans end on autograd's threads
+        # Backward's spans end on autograd's threads, and one of a garbage collection anywhere.
+        self._lock = threading.RLock()
         self._batch = Batch(None, sampled=True)
         self._queue: deque[Batch] = deque()
         self._open: dict[int, OpenSpan] = {}

@@ -15,6 +15,7 @@ from megascale.events import ProgressWriter, run_header
 from megascale.parallel.clock import CudaEventClock
 from megascale.telemetry.clock import Clock, MonotonicClock
 from megascale.telemetry.deadline import Deadline
+from megascale.telemetry.garbage import GarbagePauses
 from megascale.telemetry.hooks import Hook
 from megascale.telemetry.recorder import NullRecorder, Recorder
 from megascale.telemetry.writer import LineWriter, line_file
@@ -76,7 +77,8 @@ def open_recorder(
         if telemetry.memory_snapshot_on_oom and device.type == "cuda":
             snapshot_on_oom(folder.path, recorder)
         try:
-            with _deadline(recorder, writer, mesh, device, telemetry.ongoing_after_s):
+            deadline = _deadline(recorder, writer, mesh, device, telemetry.ongoing_after_s)
+            with deadline, GarbagePauses(recorder):
                 yield recorder
         finally:
             profiles.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import gc
 import threading
 import time
 from dataclasses import replace
@@ -28,6 +29,7 @@ from megascale.events import (
 )
 from megascale.telemetry import recorder as recorder_module
 from megascale.telemetry.clock import MonotonicClock
+from megascale.telemetry.garbage import GarbagePauses
 from megascale.telemetry.hooks import Hook
 from megascale.telemetry.recorder import NullRecorder, Recorder
 
@@ -329,6 +331,24 @@ def test_progress_page(tmp_path: Path) -> None:
     assert issued is not None
     expected = Issued(4, 12, "forward", issued.monotonic_ns, 1, 2, group_id("tensor.0"), 1)
     assert issued == expected
+
+
+def test_full_garbage_collections_are_spans_wherever_they_come() -> None:
+    events: list[Event] = []
+    recorder = Recorder(MonotonicClock(), events.append, span_interval=1)
+    with GarbagePauses(recorder), recorder.step(1):
+        gc.collect(1)
+        with recorder.span("forward"), recorder._lock:  # as if it came in the recorder itself
+            gc.collect()
+    gc.collect()
+    recorder.close()
+    spans = [event for event in events if isinstance(event, Span)]
+    assert [(span.name, span.stream) for span in spans] == [
+        ("gc_pause", "host"),
+        ("forward", "compute"),
+    ]
+    assert spans[1].t0_ns < spans[0].t0_ns
+    assert 0 < spans[0].dur_ns < spans[1].dur_ns
 
 
 def test_null_recorder_records_nothing_and_keeps_hooks() -> None:

@@ -2,24 +2,36 @@
 
 In a collective the last to come is not always the one to blame: it may have come late out of the
 collective before, where it waited for somebody else. So what is compared is a rank's own time: from
-the moment when its last collective could end (all its members were there) to its next launch. The
-late one takes longer there than its peers; those that wait for it do not.
+the end of its last wait to its next launch. The late one takes longer there than its peers; those
+that wait for it do not. Own times are differences on one clock, so clocks of hosts need not agree.
+
+A rank is late that is so in many launches by much, or in nearly all of them by little: of N
+launches the median errs by 1.25 deviations over the root of N, so 5 % stand out of a noise of 2 %
+in a dozen steps. A garbage collection now and then moves neither.
+
+Suffixes: L launches, sorted by collective.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megascale.telemetry.diagnose.finding import Finding
+from megascale.telemetry.diagnose.robust import MAD_TO_SIGMA
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
 
 LATE_NS = 1_000_000  # at least
 LATE_SHARE = 0.2  # of the peers' own time
 OFTEN = 0.2  # of a rank's launches: garbage is not collected so often
 LEAST = 10  # launches
+STEADY_SHARE = 0.025  # of the peers' own time, by the median of a rank's launches
+STEADY_SIGMAS = 6.0  # of that median's error
 
 
 @dataclass(frozen=True)
@@ -36,49 +48,146 @@ class Launch:
     t_ns: int
 
 
+@dataclass(frozen=True)
+class Lateness:
+    """How late each rank is against the peers of its collectives; suffix R: ranks, ascending.
+
+    excess_ns_L     own time less that of the peers, in the order of what was given
+    late_ns_R       median of the excess, of the late launches where they are many
+    num_late_R      launches that are late by much
+    """
+
+    rank_R: Integers
+    is_late_R: NDArray[np.bool_]
+    late_ns_R: Floats
+    num_late_R: Integers
+    num_R: Integers
+    excess_ns_L: Floats
+
+
 def late_launchers(launches: Iterable[Launch], step: int | None = None) -> Finding | None:
-    """Ranks that are late by their own doing in more than OFTEN of their launches."""
-    own_ns = _own_times(launches)
-    number: dict[int, int] = defaultdict(int)
-    excesses: dict[int, list[float]] = defaultdict(list)
-    for by_rank in own_ns.values():
-        if len(by_rank) < 2:
-            continue
-        for rank, own in by_rank.items():
-            usual = median(ns for other, ns in by_rank.items() if other != rank)
-            number[rank] += 1
-            if own - usual > max(LATE_NS, LATE_SHARE * usual):
-                excesses[rank].append(own - usual)
-    late = sorted(
-        rank
-        for rank, found in excesses.items()
-        if number[rank] >= LEAST and len(found) > OFTEN * number[rank]
+    """Ranks that are late by their own doing, often or always."""
+    given = list(launches)
+    groups: dict[tuple[str, int], int] = {}
+    meeting_L = np.array(
+        [groups.setdefault((a.group, a.seq), len(groups)) for a in given], np.int64
     )
-    if not late:
+    rank_L = np.array([a.rank for a in given], np.int64)
+    t_ns_L = np.array([a.t_ns for a in given], np.int64)
+    own_L, known_L = own_times(rank_L, meeting_L, t_ns_L)
+    if not known_L.any():
         return None
+    return as_finding(lateness(rank_L[known_L], meeting_L[known_L], own_L[known_L]), step)
+
+
+def as_finding(found: Lateness, step: int | None = None) -> Finding | None:
+    late = np.flatnonzero(found.is_late_R)
+    if not len(late):
+        return None
+    ranks = found.rank_R[late].tolist()
+    ms, number = (found.late_ns_R[late] / 1e6).round(3).tolist(), found.num_R[late].tolist()
     return Finding(
         kind="late_launch",
-        ranks=tuple(late),
+        ranks=tuple(ranks),
         evidence={
-            "late_ms": {str(rank): round(median(excesses[rank]) / 1e6, 3) for rank in late},
-            "launches": {str(rank): [len(excesses[rank]), number[rank]] for rank in late},
+            "late_ms": {str(rank): value for rank, value in zip(ranks, ms, strict=True)},
+            "launches": {
+                str(rank): [late_ones, all_]
+                for rank, late_ones, all_ in zip(
+                    ranks, found.num_late_R[late].tolist(), number, strict=True
+                )
+            },
         },
         step=step,
     )
 
 
-def _own_times(launches: Iterable[Launch]) -> dict[tuple[str, int], dict[int, int]]:
-    """By collective and rank: time from the end of the rank's collective before to its launch."""
-    by_rank: dict[int, list[Launch]] = defaultdict(list)
-    complete_ns: dict[tuple[str, int], int] = {}
-    for launch in launches:
-        by_rank[launch.rank].append(launch)
-        key = launch.group, launch.seq
-        complete_ns[key] = max(complete_ns.get(key, launch.t_ns), launch.t_ns)
-    own: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
-    for rank, of_rank in by_rank.items():
-        of_rank.sort(key=lambda launch: launch.t_ns)
-        for before, launch in pairwise(of_rank):
-            free_ns = complete_ns[before.group, before.seq]
-            own[launch.group, launch.seq][rank] = max(0, launch.t_ns - free_ns)
-    return own
+def own_times(
+    rank_L: Integers, meeting_L: Integers, t_ns_L: Integers
+) -> tuple[Floats, NDArray[np.bool_]]:
+    """(own time, whether it is known) of blocking collectives: from when all members of the rank's
+    collective before were there to its launch."""
+    complete_ns = np.full(int(meeting_L.max(initial=-1)) + 1, np.iinfo(np.int64).min)
+    np.maximum.at(complete_ns, meeting_L, t_ns_L)
+    order = np.lexsort((t_ns_L, rank_L))
+    before, after = order[:-1], order[1:]
+    follows = rank_L[before] == rank_L[after]
+    before, after = before[follows], after[follows]
+    own_L, known_L = np.zeros(len(rank_L)), np.zeros(len(rank_L), bool)
+    own_L[after] = np.maximum(0, t_ns_L[after] - complete_ns[meeting_L[before]])
+    known_L[after] = True
+    return own_L, known_L
+
+
+def lateness(
+    rank_L: Integers, meeting_L: Integers, own_ns_L: Floats, *, steady: bool = False
+) -> Lateness:
+    """Compare each launch with the others of its `meeting_L`; numbers of meetings are any.
+
+    steady  name also who is late by little, but in nearly all launches
+    """
+    usual_L = _median_of_others(meeting_L, own_ns_L)
+    excess_L = own_ns_L - usual_L
+    rank_R, of_L = np.unique(rank_L, return_inverse=True)
+    known_L = ~np.isnan(excess_L)
+    much_L = known_L & (excess_L > np.maximum(LATE_NS, LATE_SHARE * np.nan_to_num(usual_L)))
+    num_R = np.bincount(of_L[known_L], minlength=len(rank_R))
+    num_late_R = np.bincount(of_L[much_L], minlength=len(rank_R))
+    often_R = (num_R >= LEAST) & (num_late_R > OFTEN * num_R)
+    median_R = _by_rank(of_L[known_L], excess_L[known_L], len(rank_R))
+    steady_R = np.zeros(len(rank_R), bool)
+    if steady:
+        known = of_L[known_L], excess_L[known_L], usual_L[known_L]
+        steady_R = _is_steady(*known, median_R, num_R)
+    late_R = median_R.copy()
+    if often_R.any():
+        some_L = much_L & often_R[of_L]
+        much_R = _by_rank(of_L[some_L], excess_L[some_L], len(rank_R))
+        late_R = np.where(often_R, much_R, late_R)
+    return Lateness(rank_R, often_R | steady_R, late_R, num_late_R, num_R, excess_L)
+
+
+def _is_steady(
+    of_L: Integers, excess_L: Floats, usual_L: Floats, median_R: Floats, num_R: Integers
+) -> NDArray[np.bool_]:
+    """Late in nearly all launches: the median is more than its error, by far."""
+    distance_L = np.abs(excess_L - median_R[of_L])
+    sigma_R = MAD_TO_SIGMA * _by_rank(of_L, distance_L, len(median_R))
+    sigma_ns = float(np.median(sigma_R[num_R > 0])) if num_R.any() else 0.0
+    error_R = (
+        1.25 * np.maximum(sigma_ns, 0.5 * np.nan_to_num(sigma_R)) / np.sqrt(np.maximum(num_R, 1))
+    )
+    usual_R = _by_rank(of_L, usual_L, len(median_R))
+    least_R = np.maximum(LATE_NS, STEADY_SHARE * usual_R)
+    with np.errstate(invalid="ignore"):
+        return (num_R >= LEAST) & (median_R > least_R) & (median_R > STEADY_SIGMAS * error_R)
+
+
+def _by_rank(of_L: Integers, values_L: Floats, num_ranks: int) -> Floats:
+    """[R]: the median of each rank's values; NaN where it has none."""
+    order = np.lexsort((values_L, of_L))
+    sorted_L, count_R = values_L[order], np.bincount(of_L, minlength=num_ranks)
+    begin_R = np.concatenate([[0], np.cumsum(count_R)[:-1]])
+    found = np.full(num_ranks, np.nan)
+    some = np.flatnonzero(count_R)
+    low = begin_R[some] + (count_R[some] - 1) // 2
+    high = begin_R[some] + count_R[some] // 2
+    found[some] = (sorted_L[low] + sorted_L[high]) / 2
+    return found
+
+
+def _median_of_others(meeting_L: Integers, values_L: Floats) -> Floats:
+    """[L]: the median over the same meeting without the launch itself; NaN where it is alone."""
+    order = np.lexsort((values_L, meeting_L))
+    sorted_L = values_L[order]
+    _, begin, count = np.unique(meeting_L[order], return_index=True, return_counts=True)
+    begin_L, others_L = np.repeat(begin, count), np.repeat(count, count) - 1
+    place_L = np.arange(len(order)) - begin_L
+    low, high = (others_L - 1) // 2, others_L // 2
+    usual = np.full(len(order), np.nan)
+    some = others_L > 0
+    low, high = low + (low >= place_L), high + (high >= place_L)
+    usual[some] = (sorted_L[(begin_L + low)[some]] + sorted_L[(begin_L + high)[some]]) / 2
+    found = np.empty(len(order))
+    found[order] = usual
+    return found

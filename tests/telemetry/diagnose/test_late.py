@@ -1,17 +1,17 @@
-"""Late launchers are named, those that wait for them are not; what slow ranks cost; heat maps."""
+"""Late launchers are named, those that wait for them are not; what slow ranks cost."""
 
 from __future__ import annotations
 
-import json
 import random
 import time
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from megascale.telemetry.diagnose import DETECTORS
-from megascale.telemetry.diagnose.late import Launch, late_launchers
-from megascale.telemetry.diagnose.summary import heat_map
+from megascale.telemetry.diagnose.late import Launch, late_launchers, lateness
+from megascale.telemetry.diagnose.swing import swing
 from megascale.telemetry.diagnose.what_if import what_if
 from megascale.topology import Mesh
 
@@ -96,57 +96,70 @@ def test_what_the_slow_cost() -> None:
     assert what_if(step_S, compute_SR, stage_R, [5]).without_s == pytest.approx(1.7)
 
 
-def _sums(mesh: Mesh, seed: int, slow: dict[int, float]) -> dict[int, list[dict[str, int]]]:
-    rng = np.random.default_rng(seed)
-    found: dict[int, list[dict[str, int]]] = {}
-    for rank in range(mesh.world_size):
-        work = 1 + mesh.coordinates(rank).pp_rank
-        forward_S = rng.normal(10e6, 0.1e6, 5) * work * (1 + slow.get(rank, 0))
-        found[rank] = [{"forward": int(ns), "optimizer": int(ns * 0.1)} for ns in forward_S]
-    return found
-
-
-def test_the_heat_map_and_what_stands_out() -> None:
-    mesh = Mesh(2, 16, 2)
-    hosts = {rank: f"h{rank // 8}" for rank in range(mesh.world_size)}
-    clean = heat_map(_sums(mesh, 0, {}), mesh, hosts)
-    assert clean.outliers == ()
-    assert clean.mean_ms_RP.shape == (64, 2)
-    assert clean.mean_ms_RP[0, 0] == pytest.approx(10, rel=0.05)
-    assert clean.mean_ms_RP[63, 0] == pytest.approx(20, rel=0.05)
-    one = heat_map(_sums(mesh, 1, {21: 0.2}), mesh, hosts)
-    assert {(o.dimension, o.value) for o in one.outliers} == {("rank", "21")}
-    host = heat_map(_sums(mesh, 2, dict.fromkeys(range(8, 16), 0.2)), mesh, hosts)
-    assert {o.value for o in host.outliers if o.dimension == "host"} == {"h1"}
-    forward = next(o for o in host.outliers if o.dimension == "host" and o.phase == "forward")
-    assert forward.num_ranks == 8
-    assert forward.share == pytest.approx(0.2, abs=0.05)
-
-
-def test_a_percent_stands_out_of_nothing() -> None:
-    sums = {rank: [{"forward": 10 * MS + (rank == 3) * MS // 10}] for rank in range(8)}
-    assert heat_map(sums, Mesh(1, 8, 1)).outliers == ()
-
-
-def test_the_heat_map_is_json() -> None:
-    sums = _sums(Mesh(1, 4, 1), 3, {2: 0.5})
-    sums[1] = [{"forward": 10 * MS}]
-    found = json.loads(json.dumps(heat_map(sums, Mesh(1, 4, 1)).as_json(), allow_nan=False))
-    assert found["mean_ms"][1] == [10.0, None]
-    assert found["outliers"][0]["value"] == "2"
-
-
-def test_a_heat_map_of_twelve_thousand_ranks() -> None:
-    mesh = Mesh(8, 192, 8)
-    sums = _sums(mesh, 4, {4_321: 0.1})
-    since = time.monotonic()
-    found = heat_map(sums, mesh, {rank: f"h{rank // 8}" for rank in range(mesh.world_size)})
-    assert time.monotonic() - since < 10
-    assert {(o.dimension, o.value) for o in found.outliers} == {("rank", "4321")}
-
-
 def test_every_detector_has_a_docstring_and_its_module_a_test() -> None:
     assert len(DETECTORS) == len(set(DETECTORS.values()))
     for name, detector in DETECTORS.items():
         assert detector.__doc__, name
         assert detector.__module__.startswith("megascale.telemetry.diagnose."), name
+
+
+# ---------------------------------------------------------------- at 12,288 ranks, and in turns
+
+
+def _own_times(
+    mesh: Mesh, rounds: int, seed: int, late: dict[int, float]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+    """(rank, meeting, own ns) of launches in data groups, 1 s of work before each, with 2 % noise,
+    half of which is common to a host; `late` ranks take so many ns longer."""
+    rng, num_ranks = np.random.default_rng(seed), mesh.world_size
+    rank_R = np.arange(num_ranks)
+    stage = mesh.tensor * mesh.data
+    instance_R = rank_R // stage * mesh.tensor + rank_R % mesh.tensor
+    host = rng.normal(0, 0.014, (rounds, num_ranks // 8 + 1))[:, rank_R // 8]
+    own = 1e9 * (1 + host + rng.normal(0, 0.014, (rounds, num_ranks)))
+    own += rng.choice([0.0, 80e6], (rounds, num_ranks), p=[0.98, 0.02])  # garbage
+    for rank, ns in late.items():
+        own[:, rank] += ns
+    meeting = np.arange(rounds)[:, None] * num_ranks + instance_R
+    return np.tile(rank_R, rounds), meeting.reshape(-1), own.reshape(-1)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2, 4, 1), Mesh(1, 8, 1), Mesh(8, 192, 8)])
+def test_five_percent_late_among_noise(mesh: Mesh) -> None:
+    for seed in range(3):
+        guilty = (seed * 4_111 + 3) % mesh.world_size
+        began_s = time.monotonic()
+        rounds = 20 if mesh.world_size > 8 else 60
+        found = lateness(*_own_times(mesh, rounds, seed, {guilty: 50e6}), steady=True)
+        assert time.monotonic() - began_s < 5
+        assert found.rank_R[found.is_late_R].tolist() == [guilty]
+        assert found.late_ns_R[guilty] == pytest.approx(50e6, rel=0.4)
+
+
+def test_nobody_is_late_in_clean_windows() -> None:
+    for seed in range(100):
+        found = lateness(*_own_times(Mesh(1, 8, 1), 20, seed, {}), steady=True)
+        assert not found.is_late_R.any(), seed
+
+
+def _in_turns(
+    seed: int, growth: float
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
+    """Two ranks a data group, of which now one and now the other pauses, longer with every step."""
+    rank, meeting, own = _own_times(Mesh(4, 2, 1), 60, seed, {})
+    step = meeting // 8
+    rng = np.random.default_rng(seed)
+    pauses = rng.random(len(own)) < 0.5
+    return rank, meeting, own + pauses * rng.exponential(1.0, len(own)) * growth * step, step
+
+
+def test_ranks_that_are_late_in_turns() -> None:
+    """MegaScale 6.3: the offset swings to and fro between two ranks, and grows."""
+    for seed in range(10):
+        rank, meeting, own, step = _in_turns(seed, 5e6)
+        found = swing(step, meeting, lateness(rank, meeting, own).excess_ns_L)
+        assert found.grows, seed
+        assert found.last_s > 1.5 * found.first_s
+    for seed in range(100):
+        rank, meeting, own, step = _in_turns(seed, 0.0)
+        assert not swing(step, meeting, lateness(rank, meeting, own).excess_ns_L).grows, seed
