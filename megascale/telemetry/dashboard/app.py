@@ -9,6 +9,8 @@
     GET  /api/log                ?rank=&after=: its end; without a rank the first errors
     GET  /api/driver             status of the driver, where one is
     GET  /api/events             server-sent events: state, incident, driver
+    POST /api/requests           with the token: spans or a profile of a live run;
+         /api/requests/{name}    GET: who answered
     POST /api/evict              with the token: a node leaves the job
 
 `guard.py` stands before it: whoever comes here may.
@@ -22,7 +24,13 @@ from typing import Annotated, Any
 
 from megascale import __version__
 from megascale.errors import MegascaleError, require_extra
-from megascale.telemetry.dashboard.actions import EvictRequest, evict
+from megascale.telemetry.dashboard.actions import (
+    EvictRequest,
+    RanksRequest,
+    evict,
+    request,
+    request_answers,
+)
 from megascale.telemetry.dashboard.answers import Body, RefusedError, json_body, negotiate
 from megascale.telemetry.dashboard.driver import RefusedByDriverError
 from megascale.telemetry.dashboard.events import EventStream
@@ -80,8 +88,7 @@ def _serve_run(app: FastAPI, state: State) -> None:
     async def read(request: Request, reader: str) -> Response:
         chosen = readers.reader_named(state.readers, reader)
         query = dict(request.query_params)
-        window = readers.window_of(query)
-        key = ("read", reader, tuple(sorted(query.items())))
+        window, key = readers.window_of(query), readers.key_of(reader, query)
         return await _ask(request, state, key, lambda run: readers.read(run, chosen, window))
 
     @app.get("/api/places")
@@ -131,6 +138,14 @@ def _serve_files(app: FastAPI, state: State) -> None:
 
 def _serve_actions(app: FastAPI, state: State) -> None:
     """What changes something; the guard has seen the token."""
+
+    @app.post("/api/requests", status_code=202)
+    def ask_ranks(message: RanksRequest) -> Mapping[str, Any]:
+        return request(state.run_dir, message)
+
+    @app.get("/api/requests/{name}")
+    def answers(name: str) -> Mapping[str, Any]:
+        return request_answers(state.run_dir, name)
 
     @app.post("/api/evict", status_code=202)
     def evict_node(message: EvictRequest) -> Mapping[str, Any]:

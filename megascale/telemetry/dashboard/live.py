@@ -1,8 +1,9 @@
 """The run, held by one thread: it refreshes it, and answers what needs it, one thing at a time.
 
-However many browsers look, the store is read once: an answer belongs to a revision of the run, and
-whoever asks the same of the same revision gets the same answer, also while it is being made. A
-question that finds too many before it, or waits too long, is refused, not queued without end.
+However many browsers look, the store is read once: whoever asks the same of the same revision of
+the run gets the same answer, also while it is being made; and one that took long is given for four
+times as long, though the run went on. A question that finds too many before it, or waits too long,
+is refused, not queued without end.
 
 A run that is not there yet is waited for. How often is looked follows what looking costs: at most a
 fifth of this thread.
@@ -27,7 +28,8 @@ from megascale.telemetry.store.run import Run
 REFRESH_S = 1.0
 SHARE = 0.2  # of the thread's time may go into looking whether there is anything new
 MOST_ASKED = 64  # questions that wait
-MOST_KEPT = 48  # answers of the newest revisions
+MOST_KEPT = 48  # answers
+KEEP = 4.0  # times as long as it took to make, an answer is new enough
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +45,19 @@ class Seen:
     revision: int = 0
     why: str = "the run has not been opened yet"
     summary: Any = None
+
+
+@dataclass
+class _Kept:
+    """An answer, or one that is being made. until_s: given until then, whatever came since."""
+
+    revision: int
+    future: Future[Body]
+    until_s: float = 0.0
+
+    def is_good(self, revision: int) -> bool:
+        is_new = self.revision == revision or time.monotonic() < self.until_s
+        return not self.future.cancelled() and (is_new or not self.future.done())
 
 
 class LiveRun:
@@ -64,9 +79,9 @@ class LiveRun:
         self._open_run, self._summarise, self._on_change = open_run, summarise, on_change
         self._refresh_s = refresh_s
         self._run: Run | None = None
-        self._questions: queue.Queue[tuple[Future[Body], Callable[[Run], Body]] | None]
+        self._questions: queue.Queue[tuple[_Kept, Callable[[Run], Body]]]
         self._questions = queue.Queue(MOST_ASKED)
-        self._answers: OrderedDict[Hashable, Future[Body]] = OrderedDict()
+        self._answers: OrderedDict[Hashable, _Kept] = OrderedDict()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="run", daemon=True)
@@ -81,29 +96,30 @@ class LiveRun:
             self._thread.join(10.0)
 
     def ask(self, key: Hashable, answer: Callable[[Run], Body]) -> Future[Body]:
-        """`answer` of the run in the thread that holds it; the same future for the same `key` and
-        revision. RefusedError (503) where there is no run, or too many questions wait.
+        """`answer` of the run in the thread that holds it; for the same `key` the same future, as
+        long as its answer is new enough. RefusedError (503) where there is no run, or too many
+        questions wait.
 
         The future's own error: DataError for what cannot be asked of this run.
         """
         seen = self.seen
         if seen.revision == 0:
             raise RefusedError(503, seen.why)
-        whole = (seen.revision, key)
         with self._lock:
-            found = self._answers.get(whole)
-            if found is not None and not found.cancelled():
-                self._answers.move_to_end(whole)
-                return found
-            future: Future[Body] = Future()
+            found = self._answers.get(key)
+            if found is not None and found.is_good(seen.revision):
+                self._answers.move_to_end(key)
+                return found.future
+            kept = _Kept(seen.revision, Future())
             try:
-                self._questions.put_nowait((future, answer))
+                self._questions.put_nowait((kept, answer))
             except queue.Full:
                 raise RefusedError(503, f"{MOST_ASKED} questions wait already; try again") from None
-            self._answers[whole] = future
+            self._answers[key] = kept
+            self._answers.move_to_end(key)
             while len(self._answers) > MOST_KEPT:
                 self._answers.popitem(last=False)
-        return future
+        return kept.future
 
     def _work(self) -> None:
         due_s = 0.0
@@ -119,8 +135,7 @@ class LiveRun:
                     question = self._questions.get(timeout=wait_s)
                 except queue.Empty:
                     continue
-                if question is not None:
-                    self._answer(*question)
+                self._answer(*question)
         finally:
             if self._run is not None:
                 self._run.__exit__(None, None, None)
@@ -146,14 +161,24 @@ class LiveRun:
             self.seen = after
             self._on_change(before, after)
 
-    def _answer(self, future: Future[Body], answer: Callable[[Run], Body]) -> None:
-        if not future.set_running_or_notify_cancel():
+    def _answer(self, kept: _Kept, answer: Callable[[Run], Body]) -> None:
+        if not kept.future.set_running_or_notify_cancel():
             return
         assert self._run is not None, "there is a revision, so there is a run"
+        began_s = time.monotonic()
+        kept.revision = self.seen.revision
+        body: Body | None = None
+        why: Exception | None = None
         try:
-            future.set_result(answer(self._run))
+            body = answer(self._run)
         except (MegascaleError, RefusedError) as error:
-            future.set_exception(error)
+            why = error
         except Exception as error:  # noqa: BLE001  a question's boundary: its asker is told
             _log.exception("a question could not be answered")
-            future.set_exception(RefusedError(500, f"{type(error).__name__}: {error}"))
+            why = RefusedError(500, f"{type(error).__name__}: {error}")
+        now_s = time.monotonic()
+        kept.until_s = now_s + KEEP * (now_s - began_s)
+        if body is None:
+            kept.future.set_exception(why)
+        else:
+            kept.future.set_result(body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ from megascale.errors import LaunchError
 from megascale.telemetry.dashboard.driver import Driver
 from megascale.telemetry.dashboard.events import Hub
 from megascale.telemetry.dashboard.feeds.overview import Summary, summarise
+from megascale.telemetry.dashboard.feeds.readers import key_of, read
 from megascale.telemetry.dashboard.live import REFRESH_S, LiveRun, Seen
 from megascale.telemetry.dashboard.source import Source
 from megascale.telemetry.dashboard.watch import LOOK_S, DriverSeen, DriverWatch
-from megascale.telemetry.readers.answer import Reader
+from megascale.telemetry.readers.answer import Reader, Window
 from megascale.telemetry.store.run import Run
 
 MOST_TOLD = 20  # new incidents of one event
+FIRST = ("summary",)  # readers that every page asks
 
 
 class State:
@@ -86,6 +89,8 @@ class State:
         old: Summary | None = before.summary
         step = None if new is None else new.newest_step
         self.hub.publish("state", {"revision": after.revision, "step": step, "why": after.why})
+        if new is not None and old is None:
+            self._warm()
         if new is None or old is None:
             return
         known = {_key(one) for one in old.overview["incidents"]}
@@ -94,6 +99,12 @@ class State:
             names = ("unix_s", "rank", "name", "step")
             told = [{name: one[name] for name in names} for one in heard]
             self.hub.publish("incident", {"incidents": told})
+
+    def _warm(self) -> None:
+        """Ask what every page asks first, while the person still opens it."""
+        for name in set(FIRST) & self.readers.keys():
+            reader = self.readers[name]
+            self.live.ask(key_of(name, {}), partial(read, reader=reader, window=Window()))
 
     def _on_driver(self, seen: DriverSeen) -> None:
         status = seen.status or {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import pytest
 
 from megascale.errors import DataError
 from megascale.telemetry.dashboard.answers import Body, RefusedError
-from megascale.telemetry.dashboard.live import MOST_ASKED, LiveRun, Seen
+from megascale.telemetry.dashboard.live import KEEP, MOST_ASKED, LiveRun, Seen
 from megascale.telemetry.store.run import Run
 from tests.telemetry.dashboard.waiting import until
 
@@ -111,6 +112,21 @@ def test_the_same_question_of_a_revision_is_answered_once() -> None:
         until(lambda: held.live.seen.revision == 2, "news")
         assert held.live.ask("spans", answer).result(5) is not first
     assert len(asked) == 3
+
+
+def test_an_answer_that_took_long_is_given_for_longer_though_the_run_went_on() -> None:
+    def slowly(_run: Run) -> Body:
+        time.sleep(0.1)
+        return Body(b"1")
+
+    with Held() as held:
+        until(lambda: held.live.seen.revision == 1, "opened")
+        first = held.live.ask("heat map", slowly).result(5)
+        held.run.news = [True]
+        until(lambda: held.live.seen.revision == 2, "news")
+        assert held.live.ask("heat map", slowly).result(5) is first
+        time.sleep(0.1 * KEEP)
+        assert held.live.ask("heat map", slowly).result(5) is not first
 
 
 def test_too_many_questions_are_refused_and_an_error_reaches_its_asker_alone() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from megascale.telemetry.dashboard.answers import Body, RefusedError, json_body
@@ -51,6 +51,11 @@ def ranks_of(text: str | None) -> tuple[int, ...] | None:
             raise RefusedError(422, f"ranks has {part[:40]!r}; a range goes from low to high")
         ranks.update(range(low, high + 1))
     return tuple(sorted(ranks))
+
+
+def key_of(name: str, query: Mapping[str, str]) -> Hashable:
+    """Equal for questions with the same answer."""
+    return "read", name, tuple(sorted(query.items()))
 
 
 def read(run: Run, reader: Reader, window: Window) -> Body:

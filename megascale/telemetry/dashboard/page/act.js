@@ -1,7 +1,9 @@
 // What needs the token: spans or a profile of a live run, a node out of the job.
 
-import { hasToken, post, setToken } from "/page/api.js";
+import { get, hasToken, post, setToken } from "/page/api.js";
 import { fill, h } from "/page/dom.js";
+
+const FOLLOW_MS = 300_000;
 
 export function open(dialog, app) {
   dialog.returnValue = "";
@@ -39,17 +41,31 @@ function unlock(dialog, app) {
 }
 
 function choices(dialog, app) {
-  const kind = h("select", {}, [["spans", "spans of the next steps"], ["profile", "torch profile of the next steps"], ["memory", "memory snapshot"]].map(([value, text]) => h("option", { value }, text)));
-  const steps = h("input", { type: "number", min: "1", max: "1000", value: "5", required: true });
+  const what = h("select", {}, [["spans", "spans of the next steps"], ["torch", "torch profile of the next steps"], ["memory", "memory snapshot"]].map(([value, text]) => h("option", { value }, text)));
+  const steps = h("input", { type: "number", min: "1", max: "1000", value: "3", required: true });
   const ranks = h("input", { type: "text", placeholder: "all; or such as 0,8-15", value: app.rank === null ? "" : String(app.rank) });
   const said = h("p", { class: "small muted", role: "status" });
-  const form = h("form", { method: "dialog" }, h("label", {}, "Ask the run for", kind), h("label", {}, "Steps", steps), h("label", {}, "Ranks", ranks), said, buttons(dialog, "Ask"));
+  const form = h("form", { method: "dialog" }, h("label", {}, "Ask the run for", what), h("label", {}, "Steps", steps), h("label", {}, "Ranks", ranks), said, buttons(dialog, "Ask"));
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
-    await tell(said, () => post("/api/requests", { kind: kind.value, steps: Number(steps.value), ranks: ranks.value.trim() || null }));
+    const asked = await tell(said, () => post("/api/requests", { what: what.value, num_steps: Number(steps.value), ranks: ranks.value.trim() || null }));
+    if (asked) follow(dialog, said, asked);
   });
   fill(dialog, h("h2", { id: "dialog-title" }, "Act on this run"), form, evicting(app));
-  kind.focus();
+  what.focus();
+}
+
+// How many ranks have answered, until all have or the dialog is closed.
+async function follow(dialog, said, asked) {
+  const endMs = performance.now() + FOLLOW_MS;
+  while (dialog.open && said.isConnected && performance.now() < endMs) {
+    await new Promise((resolve) => { setTimeout(resolve, 1000); });
+    const got = await get(`/api/requests/${asked.name}`).catch(() => null);
+    if (!got) continue;
+    const { done = 0, refused = 0 } = got.states;
+    said.textContent = [asked.told, `${done} of ${asked.num_ranks} done${refused ? `, ${refused} refused` : ""}.`, ...got.paths.slice(0, 1), ...got.refused.slice(0, 1)].join(" ");
+    if (done + refused >= asked.num_ranks) return;
+  }
 }
 
 function evicting(app) {
@@ -74,8 +90,10 @@ async function tell(said, work) {
   try {
     const answer = await work();
     said.textContent = answer.told ?? "Done.";
+    return answer;
   } catch (error) {
     said.className = "small bad";
     said.textContent = error.message;
+    return null;
   }
 }

@@ -37,6 +37,7 @@ class HeatView {
       this.app.on("theme", () => { this.#scale(); this.surface.redraw(); }),
     ];
     return {
+      view: this,
       close: () => {
         read.stop();
         stops.forEach((stop) => stop());

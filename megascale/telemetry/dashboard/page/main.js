@@ -97,13 +97,25 @@ async function readHeadline() {
     app.headline = { level: "waiting", summary: seen?.why ?? "The run has not been read yet", also };
   } else {
     try {
-      const { level, summary } = await get("/api/read/summary");
-      app.headline = { level, summary, also: seen.why ? `What is shown may be old: ${seen.why}` : also };
+      app.headline = headlineOf(await get("/api/read/summary"), seen.why ? `What is shown may be old: ${seen.why}` : also);
     } catch (error) {
       app.headline = { level: "notice", summary: error.message, also };
     }
   }
   app.tell("headline", app.headline);
+}
+
+// What is wrong comes before how fast it goes: the worst finding is the sentence.
+function headlineOf({ level, summary, data }, also) {
+  const [worst, ...more] = data.findings ?? [];
+  if (!worst) return { level, summary: sentence(summary), also };
+  const others = more.length ? `Also: ${more.map((one) => one.reader.replaceAll("_", " ")).join(", ")}.` : "";
+  return { level, summary: sentence(worst.summary), also: [also, others].filter(Boolean).join(" ") };
+}
+
+function sentence(text) {
+  const whole = text.charAt(0).toUpperCase() + text.slice(1);
+  return /[.!?…]$/.test(whole) ? whole : `${whole}.`;
 }
 
 const wantHeadline = paced(readHeadline, 2000);
@@ -141,6 +153,9 @@ function keys(event) {
     location.hash = link(VIEWS[number - 1][0]);
   }
 }
+
+// For the browser's console: what is selected, and what the view that is shown holds.
+globalThis.megascale = { app, get view() { return shown?.view ?? null; }, get shown() { return shown?.name ?? null; } };
 
 add($("tabs"), VIEWS.map(([name, title], i) => h("a", { href: link(name), "data-view": name, title: `Key ${i + 1}` }, title)));
 wireTheme($("theme"));

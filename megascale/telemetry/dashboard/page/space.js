@@ -52,7 +52,7 @@ class SpaceView {
       this.app.on("rank", () => this.#newRank()),
       this.app.on("theme", () => { this.#legendColours(); this.surface.redraw(); }),
     ];
-    return { close: () => { read.stop(); stops.forEach((stop) => stop()); this.surface.close(); } };
+    return { view: this, close: () => { read.stop(); stops.forEach((stop) => stop()); this.surface.close(); } };
   }
 
   #legendColours() {
@@ -77,15 +77,13 @@ class SpaceView {
     const { places, hang } = this;
     this.state = new Uint8Array(places.meshed.size);
     for (const rank of Object.keys(places.errors)) this.state[rank] = STATES.indexOf("error");
-    this.guilty = [];
-    if (hang.level === "alert" || hang.level === "notice") {
-      for (const rank of places.ongoing.rank) this.state[rank] = Math.max(this.state[rank], STATES.indexOf("waiting"));
-      this.guilty = hang.data.ranks ?? [];
-      for (const rank of this.guilty) this.state[rank] = STATES.indexOf("silent");
-      if (this.guilty.length && !this.focused) {
-        this.focus = places.meshed.at(this.guilty[0], "data");
-        this.focused = true;
-      }
+    const { states = [], state = [], suspects = [] } = hang.data;
+    state.forEach((one, rank) => { if (states[one] === "waiting") this.state[rank] = Math.max(this.state[rank], STATES.indexOf("waiting")); });
+    this.guilty = suspects;
+    for (const rank of suspects) this.state[rank] = STATES.indexOf("silent");
+    if (suspects.length && !this.focused) {
+      this.focus = places.meshed.at(suspects[0], "data");
+      this.focused = true;
     }
   }
 
@@ -139,10 +137,11 @@ class SpaceView {
   }
 
   #side() {
-    const { hang, places } = this;
+    const { hang } = this;
     const bad = hang.level === "alert";
     const buttons = this.guilty.slice(0, MOST_BUTTONS).map((rank) => h("button", { type: "button", on: { click: () => this.app.select(rank) } }, `Rank ${rank}`));
-    const counted = this.guilty.length ? `${count(places.ongoing.rank.length)} ranks wait for ${this.guilty.length === 1 ? "it" : "them"}` : "";
+    const waiting = this.state.reduce((sum, one) => sum + (STATES[one] === "waiting"), 0);
+    const counted = waiting ? `${count(waiting)} ranks wait` : "";
     fill(this.side, panel("Hang", h("span", { class: "muted" }, counted), h("p", { class: bad ? "bad" : "" }, hang.summary), h("div", { class: "bar" }, buttons)), this.#facts());
   }
 
@@ -153,9 +152,10 @@ class SpaceView {
     const mesh = places.meshed;
     const rows = [["Position", mesh.place(rank)], ["Host", this.app.hostName(places, rank) ?? "not known"]];
     const i = places.ongoingOf.get(rank);
+    if (this.guilty.includes(rank)) rows.push(["Suspected", h("span", { class: "bad" }, this.hang.data.why?.[rank] ?? "it holds the others up")]);
     if (i !== undefined) rows.push(["Ongoing", this.#ongoing(i)]);
-    else if (this.guilty.includes(rank)) rows.push(["Ongoing", h("span", { class: "bad" }, "said nothing when the others reached their deadline")]);
-    const error = places.errors[rank] ?? (i === undefined ? null : places.ongoing.error[i]);
+    else if (this.guilty.includes(rank)) rows.push(["Ongoing", "said nothing when the others reached their deadline"]);
+    const error = places.errors[rank] ?? this.hang.data.errors?.[rank] ?? (i === undefined ? null : places.ongoing.error[i]);
     if (error) rows.push(["Error", h("span", { class: "bad" }, error)]);
     for (const axis of AXES) if (mesh[axis] > 1) rows.push([`${SHORT[axis]} group`, rankList(mesh.group(rank, axis), 3)]);
     return panel(`Rank ${rank}`, h("a", { href: `#/logs?rank=${rank}`, class: "small" }, "Its output"), h("dl", { class: "facts" }, rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])));

@@ -49,7 +49,7 @@ class TimelineView {
       this.app.on("rank", () => this.#newRank()),
       this.app.on("theme", () => { this.#legend(); this.surface.redraw(); }),
     ];
-    return { close: () => { this.asked += 1; stops.forEach((stop) => stop()); this.surface.close(); } };
+    return { view: this, close: () => { this.asked += 1; stops.forEach((stop) => stop()); this.surface.close(); } };
   }
 
   // Ranks of the rows: the group of the selected rank, else of the first that stands out.
