@@ -28,6 +28,7 @@ BUCKETS = 40
 LEAST_STEPS = 20
 OF_STEP = 0.01  # growth that is worth a word
 SIGMAS = 6.0
+SELDOM = 35  # percent of its steps in which a late rank is not late
 OUTER = 5  # the first and the last fifth are compared
 _MEDIAN_COST = 1.2533  # standard error of a median against that of a mean
 
@@ -36,7 +37,7 @@ _MEDIAN_COST = 1.2533  # standard error of a median against that of a mean
 class Growth:
     """A phase that grew.
 
-    since_step  the first step of the bucket from which on it is above what it was
+    since_step  the first step of the bucket with which it begins
     of_step     the growth as a share of a step at the begin
     """
 
@@ -102,14 +103,32 @@ def growing(step_S: Integers, ms_S: Mapping[str, Floats], step_ms_S: Floats) -> 
 def _growth(phase: str, first_B: Integers, value_B: Floats, usual_ms: float) -> Growth | None:
     outer = max(1, len(value_B) // OUTER)
     before, after = float(np.median(value_B[:outer])), float(np.median(value_B[-outer:]))
-    scatter = float(deviation(np.diff(value_B), 0)[0]) / np.sqrt(2)
+    scatter = _scatter(value_B)
     noise = _MEDIAN_COST * scatter * np.sqrt(2 / outer)
     grown = after - before
     if grown <= max(OF_STEP * usual_ms, SIGMAS * noise):
         return None
-    low_B = np.flatnonzero(value_B <= before + max(3 * scatter, 0.1 * grown))
-    since = min(int(low_B[-1]) + 1 if len(low_B) else 0, len(value_B) - 1)
+    since = _begin(value_B)
     return Growth(phase, before, after, int(first_B[since]), grown / usual_ms)
+
+
+def _begin(value_B: Floats) -> int:
+    """The bucket with which growth begins: of all bends and jumps the one that fits best, where a
+    bend is level and then a slope, and a jump is level twice."""
+    places = np.arange(len(value_B))
+    errors: dict[int, float] = {}
+    for begin in places:
+        for shape in (np.maximum(0.0, places - begin + 1.0), (places >= begin) * 1.0):
+            fit = np.stack([np.ones(len(places)), shape], axis=1)
+            found = fit @ np.linalg.lstsq(fit, value_B, rcond=None)[0]
+            error = float(np.sum((found - value_B) ** 2))
+            errors[int(begin)] = min(error, errors.get(int(begin), error))
+    return min(errors, key=lambda begin: errors[begin])
+
+
+def _scatter(value_B: Floats) -> float:
+    """From one bucket to the next, whatever the trend."""
+    return float(deviation(np.diff(value_B), 0)[0]) / float(np.sqrt(2)) if len(value_B) > 1 else 0.0
 
 
 def launch_offsets(
@@ -123,7 +142,7 @@ def launch_offsets(
     """
     early_SR, late_SR = (behind_first(wait, group_R) for wait in (before_ms_SR, after_ms_SR))
     spreads = [_spread(late, group_R) for late in (early_SR, late_SR)]
-    grown_R = np.median(late_SR, axis=0) - np.median(early_SR, axis=0)
+    grown_R = np.percentile(late_SR, SELDOM, axis=0) - np.median(early_SR, axis=0)
     usual = float(np.median(grown_R))
     limit = max(OF_STEP * step_ms, SIGMAS * float(deviation(grown_R, 0)[0]))
     guilty = np.flatnonzero(grown_R - usual > limit)

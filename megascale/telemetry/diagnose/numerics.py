@@ -96,29 +96,38 @@ class Spike:
 
 
 def loss_spikes(steps: Sequence[int], losses: Sequence[float]) -> list[Spike]:
-    """Every spike of a whole run, by the same measure as `loss_spike`: a value is out where it is
-    above the median of the HISTORY good ones before it by DEVIATIONS. One that lasts longer than
-    that history is what is usual from then on. Of values in order."""
+    """Every spike of a whole run: values, in order, above the median of the LEAST good ones before
+    by DEVIATIONS. How far values scatter is measured from one good one to the next over HISTORY,
+    so a loss that falls fast is no scatter. A spike that lasts longer than HISTORY is what is usual
+    from then on."""
     found: list[Spike] = []
     good: deque[float] = deque(maxlen=HISTORY)
     going_on = False
-    usual = (math.inf, 0.0)
+    middle, limit = 0.0, 0.0
     for step, loss in zip(steps, losses, strict=True):
         judged = len(good) >= LEAST and (going_on or not loss <= max([*good][-LEAST:]))
         if judged and not going_on:
-            usual = _usual([*good])
-        out = judged and not loss <= usual[0] + DEVIATIONS * usual[1]
-        if out and going_on:
+            middle, limit = _expected([*good])
+        going_on, continues = judged and not loss <= limit, going_on
+        if going_on and continues:
             last = found[-1]
             found[-1] = Spike(last.first_step, step, max(last.peak, loss), last.usual)
-        elif out:
-            found.append(Spike(step, step, loss, usual[0]))
-        going_on = out
-        if out and found[-1].last_step - found[-1].first_step >= HISTORY:
-            good.append(loss)  # it stays: this is what is usual from now on
-        elif not out and math.isfinite(loss):
+        elif going_on:
+            found.append(Spike(step, step, loss, middle))
+        lasts = going_on and found[-1].last_step - found[-1].first_step >= HISTORY
+        if math.isfinite(loss) and (lasts or not going_on):
             good.append(loss)
+            if lasts:
+                middle, limit = _expected([*good])
     return found
+
+
+def _expected(good: Sequence[float]) -> tuple[float, float]:
+    """Median of the newest LEAST, and above which value the next one is out."""
+    middle = float(np.median(good[-LEAST:]))
+    changes = np.abs(np.diff(good))
+    scatter = 1.4826 * float(np.median(changes)) / math.sqrt(2)
+    return middle, middle + DEVIATIONS * max(scatter, SMALLEST * abs(middle))
 
 
 def _usual(before: Sequence[float]) -> tuple[float, float]:

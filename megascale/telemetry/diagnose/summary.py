@@ -132,7 +132,7 @@ def _outliers(
     names, group_R = np.unique(value_R, return_inverse=True)
     if len(names) < FEWEST:
         return []
-    middle_VP = _medians(values_RP, group_R.reshape(-1), len(names))
+    middle_VP = _medians(values_RP, group_R.reshape(-1), len(names), lower=True)
     found = []
     for column, phase in enumerate(phases):
         middle = middle_VP[:, column]
@@ -144,8 +144,13 @@ def _outliers(
     return found
 
 
-def _medians(values_RP: Floats, group_R: Integers, num_groups: int) -> Floats:
-    """Median of each group's known values, (V, P); NaN for a group that has none."""
+def _medians(
+    values_RP: Floats, group_R: Integers, num_groups: int, *, lower: bool = False
+) -> Floats:
+    """Median of each group's known values, (V, P); NaN for a group that has none.
+
+    lower  of two in the middle the smaller: a group of which half is slow is not a slow group
+    """
     found = np.full((num_groups, values_RP.shape[1]), np.nan)
     for column in range(values_RP.shape[1]):
         values_R = values_RP[:, column]
@@ -154,7 +159,7 @@ def _medians(values_RP: Floats, group_R: Integers, num_groups: int) -> Floats:
         firsts = np.searchsorted(group_R[order], np.arange(num_groups))
         has = counts > 0
         low = order[firsts[has] + (counts[has] - 1) // 2]
-        high = order[firsts[has] + counts[has] // 2]
+        high = low if lower else order[firsts[has] + counts[has] // 2]
         found[has, column] = (values_R[low] + values_R[high]) / 2
     return found
 

@@ -19,7 +19,7 @@ from megascale.topology import Mesh
 
 WAITING_OPS = ("wait", "finish")
 HIDDEN_NS = 50_000  # a wait so short: the transfer was over already
-SLOW = 1.5  # times the median of the like
+SLOW = 1.5  # times the lower quartile of the like: one slow host may slow half of all groups
 FEWEST = 3  # groups that can be compared
 
 
@@ -46,7 +46,7 @@ class Rate:
     """All operations of one kind.
 
     time_s, bytes_per_s  medians; None where no bytes were recorded
-    slow                 (instance, its time over the median), the slowest first
+    slow                 (instance, its time over the lower quartile), the slowest first
     ranks                of each slow instance
     """
 
@@ -123,7 +123,7 @@ def rates(parts: Iterable[Part]) -> list[Rate]:
     by_kind: dict[tuple[str, str, str], list[tuple[tuple[int, ...], float, int | None]]] = (
         defaultdict(list)
     )
-    ranks: dict[tuple[int, ...], set[int]] = defaultdict(set)
+    ranks: dict[tuple[tuple[str, str, str], tuple[int, ...]], set[int]] = defaultdict(set)
     for (kind, instance, _), members in meetings.items():
         ends = [part.end_ns for part in members if part.end_ns is not None]
         if len(members) < 2 or not ends:
@@ -133,20 +133,20 @@ def rates(parts: Iterable[Part]) -> list[Rate]:
             continue  # over before the last one says that it launched: clocks disagree
         sizes = [part.num_bytes for part in members if part.num_bytes]
         by_kind[kind].append((instance, time_s, max(sizes, default=None)))
-        ranks[instance].update(part.rank for part in members)
+        ranks[kind, instance].update(part.rank for part in members)
     return [_rate(kind, of, ranks) for kind, of in sorted(by_kind.items())]
 
 
 def _rate(
     kind: tuple[str, str, str],
     operations: Sequence[tuple[tuple[int, ...], float, int | None]],
-    ranks: Mapping[tuple[int, ...], set[int]],
+    ranks: Mapping[tuple[tuple[str, str, str], tuple[int, ...]], set[int]],
 ) -> Rate:
     by_instance: dict[tuple[int, ...], list[float]] = defaultdict(list)
     for instance, time_s, _ in operations:
         by_instance[instance].append(time_s)
     medians = {instance: statistics.median(times) for instance, times in by_instance.items()}
-    usual_s = statistics.median(medians.values())
+    usual_s = sorted(medians.values())[len(medians) // 4]
     slow = sorted(
         (
             (instance, time_s / usual_s)
@@ -163,5 +163,5 @@ def _rate(
         time_s=statistics.median(time_s for _, time_s, _ in operations),
         bytes_per_s=statistics.median(size / t for t, size in sized) if sized else None,
         slow=tuple(slow),
-        ranks={instance: tuple(sorted(ranks[instance])) for instance, _ in slow},
+        ranks={instance: tuple(sorted(ranks[kind, instance])) for instance, _ in slow},
     )

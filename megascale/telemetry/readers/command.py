@@ -1,6 +1,7 @@
 """`megascale diagnose`: asks a reader, and prints its answer for a person or as JSON.
 
-Lines are wrapped to the terminal; tables fit into 100 columns by themselves. Without a terminal there is no colour. What is found does not make the verb fail, unless --fail-on asks it.
+Lines are wrapped to the terminal; tables fit into 100 columns by themselves. Without a terminal
+there is no colour. What is found does not make the verb fail, unless --fail-on asks for that.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ class Store:
         self._connection = duckdb.connect(":memory:")
         self._connection.execute(f"SET threads = {len(os.sched_getaffinity(0))}")
         self._connection.execute("SET preserve_insertion_order = false")
-        self.refresh()
+        if not self.refresh():
+            self._make_views()
 
     def refresh(self) -> bool:
         """List the segments again; whether they are others than before."""

@@ -183,9 +183,10 @@ class Run:
         )
 
     def step_means(self, first: int, last: int) -> PhaseTimes:
-        """Of every phase the mean over ranks in each step; `rank_R` is [-1], matrices (S, 1)."""
+        """Of every phase the mean over ranks in each step, 0 for one that has none of it; `rank_R`
+        is [-1], matrices are (S, 1)."""
         phases = self.phases()
-        sums = "".join(f", avg({_column(name)})::DOUBLE" for name in phases)
+        sums = "".join(f", avg(coalesce({_column(name)}, 0))::DOUBLE" for name in phases)
         table = self._store.table(
             f"SELECT step{sums} FROM current_sums WHERE step BETWEEN ? AND ? "
             "GROUP BY step ORDER BY step",
@@ -195,7 +196,7 @@ class Run:
         known = {
             name: np.asarray(column, np.float64)[:, None]
             for name, column in zip(phases, values, strict=True)
-            if not np.isnan(np.asarray(column, np.float64)).all()
+            if np.asarray(column).any()
         }
         return PhaseTimes(step_S.astype(np.int64), np.array([-1]), known)
 
@@ -236,7 +237,7 @@ class Run:
             parameters.append(list(names))  # type: ignore[arg-type]
         rows = self._store.table(
             f"SELECT * EXCLUDE (start) FROM current_spans WHERE {where} "
-            "ORDER BY rank, t0_ns, dur_ns DESC",
+            "ORDER BY rank, t0_ns, dur_ns DESC, name",
             parameters,
         ).to_pylist()
         return [Span(**{**row, "stream": row["stream"] or "compute"}) for row in rows]
