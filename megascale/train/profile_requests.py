@@ -34,7 +34,8 @@ from megascale.train.profilers import Make, Profiler
 logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 1.0
-_CLOSE_TIMEOUT_S = 60.0
+_WRITE_TIMEOUT_S = 60.0  # a profile that is being written when the run ends
+_CLOSE_TIMEOUT_S = 5.0  # else: only a file system that hangs takes that long
 
 
 @dataclass
@@ -123,12 +124,13 @@ class ProfileRequests(Hook):
         """The run ends: what was not finished is answered so."""
         self._closed = True
         self._wake.set()
-        self._thread.join(_CLOSE_TIMEOUT_S)
+        timeout_s = _CLOSE_TIMEOUT_S if self._window is None else _WRITE_TIMEOUT_S
+        self._thread.join(timeout_s)
         if self._thread.is_alive():
             logger.warning(
-                "rank %d: a profile was not written in %.0f s and is lost",
+                "rank %d: requests were not answered %.0f s after the end, or a profile is lost",
                 self._rank,
-                _CLOSE_TIMEOUT_S,
+                timeout_s,
             )
 
     def _run(self) -> None:
