@@ -28,6 +28,7 @@ from megascale.cluster.agent.ledger import Ledger
 from megascale.cluster.agent.link import Link
 from megascale.cluster.agent.processes import Ranks
 from megascale.cluster.agent.rank_process import Deadlines, RankProcess
+from megascale.cluster.agent.stream_child import StreamChild
 from megascale.cluster.messages import (
     Command,
     DumpStacks,
@@ -41,6 +42,7 @@ from megascale.errors import LaunchError
 
 TICK_S = 0.05
 DEVICES_WAIT_S = 5.0  # before the node joins without knowing them
+STREAM_ENDS_S = 6.0  # what ranks wrote last is streamed and stored
 GOODBYE_S = 3.0  # for the last results and the last heartbeat
 _log = logging.getLogger(__name__)
 
@@ -111,6 +113,7 @@ class Agent:
         self._errands = Errands(
             settings.run_dir, self._ranks, self._results, settings.check_margin_s
         )
+        self._stream = StreamChild(settings.node)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._starts: deque[Command] = deque()
         self._stops: list[_Stop] = []
@@ -120,7 +123,7 @@ class Agent:
     def run(self) -> int:
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self._on_signal)
-        for thread in (self._collector, self._results, self._heart, self._orders):
+        for thread in (self._collector, self._results, self._heart, self._orders, self._stream):
             thread.start()
         while self._leaving is None or not self._ranks.is_idle:
             self._take_one()
@@ -184,6 +187,7 @@ class Agent:
             self._starts.remove(start)
             self._results.put(start, ok=False, reason=f"overtaken by stop {command.sequence}")
         asked = self._ranks.stop(command.epoch, save=save)
+        self._stream.stopped()
         self._stops.append(_Stop(command, asked))
 
     def _leave(self, why: str, *, save: bool = False, failed: bool = False) -> None:
@@ -223,6 +227,7 @@ class Agent:
         except LaunchError as error:
             self._results.put(command, ok=False, reason=str(error))
             return
+        self._stream.started(Path(order.run_dir), [place.rank for place in order.ranks])
         pids = {str(s.rank): s.pid for s in self._ranks.statuses if s.epoch == command.epoch}
         reasons = "; ".join(f"rank {rank}: {why}" for rank, why in failed.items())
         self._results.put(command, ok=not failed, reason=reasons, detail={"pids": pids})
@@ -237,6 +242,7 @@ class Agent:
         self._collector.end(GOODBYE_S)
         self._devices.end(GOODBYE_S)
         self._errands.close()
+        self._stream.end(STREAM_ENDS_S)
         self._results.end(GOODBYE_S)
         self._heart.end(GOODBYE_S)
         stuck = [s for s in self._ranks.statuses if s.state == "unkillable"]
