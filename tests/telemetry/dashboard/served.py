@@ -106,7 +106,7 @@ class FakeDriver:
 
     def __init__(self, run_dir: Path, token: str = TOKEN) -> None:
         self.status: dict[str, Any] = {
-            "phase": "running",
+            "phase": "training",
             "epoch": 2,
             "run_dir": str(run_dir),
             "job_s": 100.0,
@@ -115,7 +115,7 @@ class FakeDriver:
             "nodes": [
                 {
                     "node": "n0",
-                    "state": "training",
+                    "state": "active",
                     "host": "node-0000",
                     "switch": "s0",
                     "node_rank": 0,
@@ -143,7 +143,7 @@ class FakeDriver:
                     "text": "rank 9 is silent",
                 }
             ],
-            "restarts": {"start": 1, "crash": 1},
+            "restarts": {"start": 1, "signal": 1},
             "ledger_s": {"useful": 80.0, "restart": 15.0, "detection": 5.0, "idle": 0.0},
             "ettr": 0.8,
         }

@@ -39,12 +39,12 @@ def test_a_driver_that_goes_is_told_and_the_next_one_found(run: Path) -> None:
             first.__exit__()
             gone = until(lambda: ask(serving, "/api/driver").json()["why"], "it is gone")
             assert "does not answer" in gone
-            assert ask(serving, "/api/driver").json()["status"]["phase"] == "running"  # the last
+            assert ask(serving, "/api/driver").json()["status"]["phase"] == "training"  # the last
             with FakeDriver(run) as second:
-                second.status["phase"] = "healing"
+                second.status["phase"] = "stopping"
                 second.beside(run)
                 until(
-                    lambda: ask(serving, "/api/driver").json()["status"]["phase"] == "healing",
+                    lambda: ask(serving, "/api/driver").json()["status"]["phase"] == "stopping",
                     "the second",
                 )
 

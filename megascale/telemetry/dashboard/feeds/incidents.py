@@ -37,10 +37,7 @@ def reported(run: Run) -> Reported:
     return Reported(
         [_incident(row, run.starts) for row in _newest(run, _NOTABLE, MOST)],
         int(counted.column("n")[0].as_py()),
-        [
-            {"step": row["step"], "unix_s": row["t_ns"] / 1e9, "path": _detail(row).get("path", "")}
-            for row in _newest(run, "name = 'checkpoint'", MOST_CHECKPOINTS)
-        ],
+        _checkpoints(run),
     )
 
 
@@ -49,6 +46,19 @@ def errors(run: Run) -> dict[str, str]:
     since_ns = run.starts[-1].unix_ns
     found = _newest(run, f"name IN ('error', 'nonfinite') AND t_ns >= {since_ns}", 10_000)
     return {str(row["rank"]): f"{row['name']}: {_told(row)}" for row in found}
+
+
+def _checkpoints(run: Run) -> list[dict[str, Any]]:
+    """Every rank reports the checkpoint that it has a part of: one row a step."""
+    rows = run.query(
+        "SELECT step, max(t_ns) AS t_ns, arg_max(detail, t_ns) AS detail FROM incidents "
+        "WHERE name = 'checkpoint' AND step IS NOT NULL GROUP BY step ORDER BY t_ns DESC LIMIT ?",
+        [MOST_CHECKPOINTS],
+    ).to_pylist()[::-1]
+    return [
+        {"step": row["step"], "unix_s": row["t_ns"] / 1e9, "path": _detail(row).get("path", "")}
+        for row in rows
+    ]
 
 
 def _newest(run: Run, where: str, most: int) -> list[dict[str, Any]]:

@@ -30,6 +30,12 @@ export function paced(work, leastMs) {
     wanted = true;
     if (!running) plan();
   };
+  ask.now = () => {
+    clearTimeout(timer);
+    timer = 0;
+    dueMs = 0;
+    ask();
+  };
   ask.stop = () => {
     clearTimeout(timer);
     wanted = false;

@@ -12,10 +12,10 @@ export function count(value) {
 export function number(value, digits = 3) {
   if (value === null || value === undefined || !Number.isFinite(value)) return DASH;
   if (value === 0) return "0";
-  const size = Math.floor(Math.log10(Math.abs(value)));
-  if (size >= digits) return whole.format(value);
+  const size = Math.floor(Math.log10(Math.abs(Number(value.toPrecision(digits)))));
+  if (size >= digits - 1) return whole.format(value);
   if (size < -4) return value.toExponential(digits - 1);
-  return value.toFixed(Math.max(0, digits - 1 - size));
+  return value.toFixed(digits - 1 - size);
 }
 
 export function percent(share, digits = 1) {
@@ -83,6 +83,6 @@ export function ticks(low, high, most) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = power * ([1, 2, 5, 10].find((one) => one * power >= rough) ?? 10);
   const found = [];
-  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k += 1) found.push(k * step);
+  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k += 1) found.push(k * step + 0);
   return found;
 }

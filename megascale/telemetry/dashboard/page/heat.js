@@ -25,21 +25,22 @@ class HeatView {
     this.unit = "rank";
     this.by = "ms";
     this.shape = "hosts";
+    this.steps = 100;
   }
 
   begin() {
     this.#build();
-    const read = paced(() => this.#read(), 4000);
-    read();
+    this.read = paced(() => this.#read(), 4000);
+    this.read();
     const stops = [
-      this.app.on("revision", read),
+      this.app.on("revision", this.read),
       this.app.on("rank", () => this.#picked()),
       this.app.on("theme", () => { this.#scale(); this.surface.redraw(); }),
     ];
     return {
       view: this,
       close: () => {
-        read.stop();
+        this.read.stop();
         stops.forEach((stop) => stop());
         this.surface.close();
       },
@@ -51,6 +52,7 @@ class HeatView {
     this.phases = phases.select;
     const units = choice("Cells", [["rank", "ranks"], ["host", "hosts, by their slowest rank"]], "rank", (value) => { this.unit = value; this.#show(); });
     this.units = units.select;
+    const steps = choice("Steps", [["100", "newest 100"], ["20", "newest 20"], ["1000", "newest 1,000"]], "100", (value) => { this.steps = Number(value); this.read.now(); });
     const shape = segments("Shape", [["hosts", "Hosts"], ["phases", "All phases"]], "hosts", (value) => { this.shape = value; this.#show(); });
     const by = segments("Colour", [["ms", "ms"], ["relative", "against its stage"]], "ms", (value) => { this.by = value; this.#show(); });
     this.single = [phases.label, units.label, by.element];
@@ -62,7 +64,7 @@ class HeatView {
     this.stage = h("div", { class: "stage" });
     this.side = h("div", { class: "column" });
     const main = h("section", { class: "panel fill", "aria-label": "Heat map" }, this.stage, this.said);
-    add(this.root, [h("div", { class: "bar" }, shape.element, this.single, h("span", { class: "grow" }), scale), h("div", { class: "beside" }, main, this.side)]);
+    add(this.root, [h("div", { class: "bar" }, shape.element, this.single, steps.label, h("span", { class: "grow" }), scale), h("div", { class: "beside" }, main, this.side)]);
     this.surface = new Surface(this.stage, { draw: (...to) => this.#draw(...to), label: "Heat map", role: "application" });
     const { canvas } = this.surface;
     pointing(this.surface, {
@@ -77,7 +79,8 @@ class HeatView {
   async #read() {
     try {
       const slow = get("/api/read/stragglers").catch(() => null); // of few steps it has no answer
-      const [answer, places] = await Promise.all([get("/api/read/heat_map"), this.app.places()]);
+      const first = this.steps === 100 ? null : Math.max(1, (this.app.overview?.newest_step ?? 0) - this.steps + 1);
+      const [answer, places] = await Promise.all([get("/api/read/heat_map", { first }), this.app.places()]);
       this.heat = fromAnswers(answer, await slow);
       this.answer = answer;
       this.places = places;
@@ -151,7 +154,7 @@ class HeatView {
 
   #label() {
     const worst = this.heat.outliers.length;
-    const what = this.shape === "hosts" ? `${this.phase}, ${count(this.cells.values.length)} ${this.unit === "rank" ? "ranks" : `${this.unit}s`} on ${count(this.groups.host.length)} hosts` : `${this.heat.phases.length} phases of ${count(this.heat.ranks.length)} ranks`;
+    const what = this.shape === "hosts" ? `${this.phase}, ${count(this.cells.values.length)} ${this.unit === "rank" ? "ranks" : this.unit === "host" ? "hosts" : "switches"} on ${count(this.groups.host.length)} hosts` : `${this.heat.phases.length} phases of ${count(this.heat.ranks.length)} ranks`;
     this.surface.canvas.setAttribute("aria-label", `Heat map: ${what}. ${worst ? `${worst} stand out, listed beside.` : "Nothing stands out."} Arrow keys walk, Enter selects, plus and minus zoom.`);
     this.said.textContent = `${what}. ${this.answer.summary}`;
   }

@@ -63,7 +63,7 @@ function showHeadline() {
   const { level, summary, also } = app.headline;
   $("headline").dataset.level = level;
   fill($("headline"), h("span", { class: "sign", "aria-hidden": "true" }),
-    h("div", {}, h("p", {}, summary), also ? h("p", { class: "also" }, also) : null));
+    h("div", {}, h("p", { title: summary }, summary), also ? h("p", { class: "also" }, also) : null));
 }
 
 function showPicked() {
@@ -147,7 +147,14 @@ function listen() {
 
 function keys(event) {
   const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName);
-  if (event.key === "Escape" && !$("dialog").open && !typing) app.select(null);
+  if (event.key === "Escape" && !$("dialog").open) {
+    if (typing) event.target.blur();
+    else app.select(null);
+  }
+  if (event.key === "/" && !typing) {
+    event.preventDefault();
+    $("rank").focus();
+  }
   const number = Number(event.key);
   if (!typing && !event.ctrlKey && !event.metaKey && !event.altKey && number >= 1 && number <= VIEWS.length) {
     location.hash = link(VIEWS[number - 1][0]);
@@ -164,6 +171,15 @@ app.on("overview", showOverview);
 app.on("headline", showHeadline);
 app.on("rank", showPicked);
 $("act").addEventListener("click", () => import("/page/act.js").then((act) => act.open($("dialog"), app)));
+$("go").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = $("rank").value;
+  app.select(text === "" ? null : Number(text));
+  $("rank").setCustomValidity(text === "" || app.rank === Number(text) ? "" : `ranks go from 0 to ${(app.overview?.world_size ?? 1) - 1}`);
+  $("rank").reportValidity();
+  $("rank").value = "";
+});
+$("rank").addEventListener("input", () => $("rank").setCustomValidity(""));
 addEventListener("hashchange", show);
 addEventListener("keydown", keys);
 readOverview().catch(lost).finally(() => {

@@ -4,6 +4,9 @@ import { add, fill, h, panel } from "/page/dom.js";
 import { DASH, clock, count, lasting, number, percent, rankList, scaled, duration } from "/page/format.js";
 
 const MOST_ROWS = 12;
+const SILENT_S = 5; // of a node that should be heard every second
+const FINE = new Set(["active", "spare", "joining", "checking"]); // states of nodes in the driver
+const GONE = new Set(["lost", "evicted", "leaving"]);
 const LEDGER = [
   ["useful", "useful", "var(--accent)"],
   ["checkpoint", "checkpoints", "#8b97a8"],
@@ -109,12 +112,11 @@ function nodes(seen, app) {
   }
   const states = new Map();
   for (const node of status.nodes) states.set(node.state, (states.get(node.state) ?? 0) + 1);
-  const fine = new Set(["training", "standby", "idle", "ready", "running"]);
-  const worth = status.nodes.filter((node) => !fine.has(node.state) || node.silence_s > 5);
+  const worth = status.nodes.filter((node) => !FINE.has(node.state) || (node.state === "active" && node.silence_s > SILENT_S));
   const list = (worth.length ? worth : status.nodes).slice(0, MOST_ROWS);
-  const rows = list.map((node) => h("tr", {}, h("td", {}, node.node), h("td", { class: fine.has(node.state) ? "" : "warn" }, node.state),
+  const rows = list.map((node) => h("tr", {}, h("td", {}, node.node), h("td", { class: GONE.has(node.state) ? "muted" : FINE.has(node.state) ? "" : "warn" }, node.state),
     h("td", {}, node.ranks ? h("button", { type: "button", class: "link", on: { click: () => app.select(node.ranks[0]) } }, node.ranks[0] === node.ranks[1] ? `${node.ranks[0]}` : `${node.ranks[0]}–${node.ranks[1]}`) : DASH),
-    h("td", { class: `number ${node.silence_s > 5 ? "warn" : "muted"}` }, lasting(node.silence_s))));
+    h("td", { class: `number ${node.silence_s > SILENT_S && !GONE.has(node.state) ? "warn" : "muted"}` }, lasting(node.silence_s))));
   const head = h("tr", {}, ["Node", "State", "Ranks"].map((name) => h("th", { scope: "col" }, name)), h("th", { scope: "col", class: "number" }, "Silent for"));
   const rest = status.nodes.length - list.length;
   return panel("Nodes", h("span", { class: "muted" }, `driver: ${status.phase}`),

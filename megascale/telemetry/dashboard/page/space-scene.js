@@ -37,7 +37,7 @@ export function boxesOf(mesh, stateOf, { zoom, focus }) {
 
 export class Camera {
   constructor() {
-    Object.assign(this, { yaw: -0.62, pitch: 0.52, zoom: 1, dx: 0, dy: 0 });
+    Object.assign(this, { yaw: -0.62, pitch: 0.52, zoom: 1 });
   }
 
   // Fits `shape` into the canvas; axes of many places are pressed together.
@@ -51,8 +51,8 @@ export class Camera {
       left = Math.min(left, x); right = Math.max(right, x); top = Math.min(top, y); bottom = Math.max(bottom, y);
     }
     this.scale = Math.min((width - 110) / (right - left), (height - 70) / (bottom - top), 90);
-    this.cx = width / 2 - ((left + right) / 2) * this.scale + this.dx;
-    this.cy = height / 2 - ((top + bottom) / 2) * this.scale + this.dy;
+    this.cx = width / 2 - ((left + right) / 2) * this.scale;
+    this.cy = height / 2 - ((top + bottom) / 2) * this.scale;
   }
 
   // [x, y, nearness] of a point, without scale.

@@ -6,6 +6,7 @@ const system = matchMedia("(prefers-color-scheme: dark)");
 const listeners = new Set();
 let chosen = "auto";
 let cached = null;
+let isNowDark = false;
 
 try {
   chosen = ORDER.includes(localStorage.getItem(KEY)) ? localStorage.getItem(KEY) : "auto";
@@ -14,8 +15,8 @@ try {
 }
 
 function apply() {
-  const dark = chosen === "dark" || (chosen === "auto" && system.matches);
-  document.documentElement.dataset.theme = dark ? "dark" : "light";
+  isNowDark = chosen === "dark" || (chosen === "auto" && system.matches);
+  document.documentElement.dataset.theme = isNowDark ? "dark" : "light";
   cached = null;
   for (const heard of listeners) heard();
 }
@@ -26,7 +27,7 @@ export function onTheme(heard) {
 }
 
 export function isDark() {
-  return document.documentElement.dataset.theme === "dark";
+  return isNowDark;
 }
 
 // The custom properties of the style sheet by name without dashes: colours().accent

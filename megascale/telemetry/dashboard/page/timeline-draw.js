@@ -8,7 +8,10 @@ import { colours } from "/page/theme.js";
 export const LEFT = 168;
 export const TOP = 24;
 const LANE = 16; // a lane, at most
-const LEAST_LANE = 5;
+const LEAST_LANE = 5; // where they do not fit, a rank is one strip: its lanes lie over each other
+const LEAST_STRIP = 3;
+const GAP = 6; // between ranks
+const LABEL = 13; // what a name needs
 
 export class Sheet {
   constructor() {
@@ -27,16 +30,25 @@ export class Sheet {
     this.height = height;
     const { rows } = this.data;
     const lanes = rows.reduce((sum, row) => sum + Math.max(1, row.lanes.length), 0);
-    const room = height - TOP - rows.length * 6;
-    this.lane = Math.max(LEAST_LANE, Math.min(LANE, Math.floor(room / Math.max(1, lanes))));
+    const room = height - TOP;
+    this.dense = lanes * LEAST_LANE + rows.length * GAP > room && rows.length > 8;
+    const strip = Math.max(LEAST_STRIP, Math.min(LANE, Math.floor(room / rows.length)));
+    this.lane = this.dense ? strip - (strip > 5 ? 1 : 0) : Math.max(LEAST_LANE, Math.min(LANE, Math.floor((room - rows.length * GAP) / Math.max(1, lanes))));
     let y = 0;
     for (const row of rows) {
       row.y = y;
-      row.height = Math.max(14, Math.max(1, row.lanes.length) * this.lane);
-      y += row.height + 6;
+      row.height = this.dense ? this.lane : Math.max(14, Math.max(1, row.lanes.length) * this.lane);
+      y += this.dense ? strip : row.height + GAP;
     }
     this.total = y;
-    this.y = Math.max(0, Math.min(this.y, this.total - (height - TOP)));
+    this.every = this.dense ? Math.ceil(LABEL / strip) : 1; // of these rows one has its name
+    this.y = Math.max(0, Math.min(this.y, this.total - room));
+  }
+
+  // [top within its row, height] of lane `l`.
+  strip(l) {
+    if (!this.dense) return [l * this.lane, this.lane];
+    return l ? [this.lane * 0.45, this.lane * 0.55] : [0, this.lane];
   }
 
   x(us, width) {
@@ -80,11 +92,12 @@ export class Sheet {
     context.beginPath();
     context.rect(0, TOP, width, height - TOP);
     context.clip();
-    for (const row of this.data.rows) {
+    this.data.rows.forEach((row, r) => {
       const y = TOP + row.y - this.y;
-      if (y > height || y + row.height < TOP) continue;
-      this.#row(context, row, y, width, paint, { isPicked: row.rank === rank, label: label(row.rank) });
-    }
+      if (y > height || y + row.height < TOP) return;
+      const isPicked = row.rank === rank;
+      this.#row(context, row, y, width, paint, { isPicked, label: r % this.every === 0 || isPicked ? label(row.rank) : null });
+    });
     if (chosen !== null) this.#chosen(context, width, chosen, met, paint);
     context.restore();
     this.#axis(context, width, height, paint);
@@ -94,24 +107,35 @@ export class Sheet {
     context.fillStyle = isPicked ? paint["accent-soft"] : paint.sunken;
     context.fillRect(LEFT, y, width - LEFT, row.height);
     if (isPicked) context.fillRect(0, y, LEFT, row.height);
+    if (label !== null) this.#name(context, row, y, paint, isPicked, label);
+    context.font = `10px ${paint.font}`;
+    row.lanes.forEach((lane, l) => {
+      const [top, high] = this.strip(l);
+      this.#lane(context, lane, y + top, high, width, paint);
+    });
+  }
+
+  #name(context, row, y, paint, isPicked, label) {
+    const middle = y + Math.min(row.height / 2, 10);
+    const name = `${row.rank}`;
     context.textBaseline = "middle";
     context.textAlign = "left";
-    context.fillStyle = isPicked ? paint.accent : paint.text;
-    const name = `${row.rank}`;
-    const size = Math.min(12, Math.max(9, row.height - 2));
-    context.font = `600 ${size}px ${paint.font}`;
-    context.fillText(name, 4, y + Math.min(row.height / 2, 10));
+    context.font = `600 ${this.dense ? 11 : 12}px ${paint.font}`;
     const used = 10 + context.measureText(name).width;
-    context.font = `${size - 1}px ${paint.font}`;
+    if (isPicked && this.dense) {
+      context.fillStyle = paint["accent-soft"];
+      context.fillRect(0, middle - LABEL / 2, LEFT - 2, LABEL);
+    }
+    context.fillStyle = isPicked ? paint.accent : paint.text;
+    context.fillText(name, 4, middle);
+    context.font = `11px ${paint.font}`;
     context.fillStyle = paint.muted;
-    context.fillText(clipped(context, label, LEFT - used - 6), used, y + Math.min(row.height / 2, 10));
-    context.font = `10px ${paint.font}`;
-    row.lanes.forEach((lane, l) => this.#lane(context, lane, y + l * this.lane, width, paint));
+    context.fillText(clipped(context, label, LEFT - used - 6), used, middle);
   }
 
   // Spans of a lane do not overlap, so those in sight are one run; what is thinner than a pixel is
   // drawn with the next that begins in it.
-  #lane(context, lane, y, width, paint) {
+  #lane(context, lane, y, high, width, paint) {
     const { t0_us: begin, dur_us: length } = this.data.columns;
     const { work } = this.data.columns;
     let i = firstAfter(lane.spans, (k) => begin[k] + length[k], this.from);
@@ -123,12 +147,12 @@ export class Sheet {
       const left = Math.max(LEFT, this.x(begin[k], width));
       const wide = Math.max(0.8, right - left - (right - left > 4 ? 0.6 : 0));
       context.fillStyle = workColour(work[k]);
-      context.fillRect(left, y + 0.5, wide, this.lane - 1);
+      context.fillRect(left, y, wide, high - (high > 5 ? 1 : 0));
       drawn = left + wide;
-      if (wide > 34 && this.lane > 11) {
+      if (wide > 34 && high > 11) {
         context.fillStyle = work[k] === "wait" ? paint.muted : paint.surface;
         context.textAlign = "left";
-        context.fillText(clipped(context, this.data.text("name", k), wide - 6), left + 3, y + this.lane / 2 + 0.5);
+        context.fillText(clipped(context, this.data.text("name", k), wide - 6), left + 3, y + high / 2);
       }
     }
   }
@@ -140,7 +164,8 @@ export class Sheet {
     const l = row?.lanes.findIndex((lane) => lane.spans.includes(i)) ?? -1;
     if (l < 0) return null;
     const left = this.x(columns.t0_us[i], width);
-    return { left, top: TOP + row.y - this.y + l * this.lane, wide: Math.max(1, this.x(columns.t0_us[i] + columns.dur_us[i], width) - left) };
+    const [top, high] = this.strip(l);
+    return { left, top: TOP + row.y - this.y + top, high, wide: Math.max(1, this.x(columns.t0_us[i] + columns.dur_us[i], width) - left) };
   }
 
   #chosen(context, width, chosen, met, paint) {
@@ -148,23 +173,23 @@ export class Sheet {
     const members = (met?.members ?? []).map((i) => ({ i, at: this.box(i, width) })).filter(({ at }) => at);
     context.lineWidth = 1.5;
     context.strokeStyle = paint.text;
-    for (const { at } of members) context.strokeRect(at.left, at.top, at.wide, this.lane);
+    for (const { at } of members) context.strokeRect(at.left, at.top, at.wide, at.high);
     for (let n = 0; n + 1 < members.length; n += 1) {
-      if (met.kind === "transfer") arrow(context, end(members[n].at, this.lane), start(members[n + 1].at, this.lane));
-      else arrow(context, start(members[n].at, this.lane), start(members[n + 1].at, this.lane));
+      if (met.kind === "transfer") arrow(context, end(members[n].at), start(members[n + 1].at));
+      else arrow(context, start(members[n].at), start(members[n + 1].at));
     }
     if (met?.kind === "collective" && met.late !== null && met.wait_us > 1) {
       const at = this.box(met.late, width);
       if (at) {
         context.strokeStyle = paint.bad;
         context.lineWidth = 2;
-        context.strokeRect(at.left - 1, at.top - 1, at.wide + 2, this.lane + 2);
+        context.strokeRect(at.left - 1, at.top - 1, at.wide + 2, at.high + 2);
       }
     }
     if (own) {
       context.strokeStyle = paint.accent;
       context.lineWidth = 2.5;
-      context.strokeRect(own.left, own.top, own.wide, this.lane);
+      context.strokeRect(own.left, own.top, own.wide, own.high);
     }
   }
 
@@ -192,16 +217,19 @@ export class Sheet {
   // The span at a point, else the row.
   hit(px, py, width) {
     const y = py - TOP + this.y;
-    const row = this.data.rows.find((one) => y >= one.y && y < one.y + one.height);
+    const row = this.data.rows.findLast((one) => y >= one.y && y < one.y + one.height + (this.dense ? 1 : 0));
     if (!row || py < TOP) return { row: null, span: null };
-    const lane = row.lanes[Math.floor((y - row.y) / this.lane)];
-    if (!lane || px < LEFT) return { row, span: null };
+    if (px < LEFT) return { row, span: null };
+    const lanes = this.dense ? row.lanes.toReversed() : row.lanes.slice(Math.floor((y - row.y) / this.lane)).slice(0, 1);
+    return { row, span: lanes.map((lane) => this.#spanAt(lane, px, width)).find((span) => span !== null) ?? null };
+  }
+
+  #spanAt(lane, px, width) {
     const { t0_us: begin, dur_us: length } = this.data.columns;
     const slack = (1.5 * (this.to - this.from)) / (width - LEFT);
     const at = this.us(px, width);
-    const i = firstAfter(lane.spans, (k) => begin[k] + length[k], at - slack);
-    const k = lane.spans[i];
-    return { row, span: k !== undefined && begin[k] <= at + slack ? k : null };
+    const k = lane.spans[firstAfter(lane.spans, (i) => begin[i] + length[i], at - slack)];
+    return k !== undefined && begin[k] <= at + slack ? k : null;
   }
 }
 
@@ -216,8 +244,8 @@ function firstAfter(spans, endOf, value) {
   return low;
 }
 
-const start = ({ left, top }, lane) => [left, top + lane / 2];
-const end = ({ left, top, wide }, lane) => [left + wide, top + lane / 2];
+const start = ({ left, top, high }) => [left, top + high / 2];
+const end = ({ left, top, wide, high }) => [left + wide, top + high / 2];
 
 function arrow(context, [x0, y0], [x1, y1]) {
   const bend = Math.max(12, Math.min(60, Math.abs(x1 - x0) / 2));
