@@ -215,6 +215,27 @@ def test_a_run_that_appears_later_and_grows_is_told_by_events(tmp_path: Path) ->
         until(lambda: serving.state.hub.num_clients == 0, "the client is forgotten")
 
 
+def test_a_checkpoint_of_all_ranks_is_one_and_an_error_is_its_rank_s(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", num_steps=12)
+    for rank in range(4):
+        path = run / "telemetry" / f"rank_{rank:05d}.jsonl"
+        t_ns = json.loads(path.read_text().splitlines()[-1])["t_ns"] + rank
+        lines = [
+            to_line(Incident(rank=rank, name="checkpoint", t_ns=t_ns, step=s, detail={"path": "p"}))
+            for s in (10, 12)
+        ]
+        lines += [to_line(Incident(rank=2, name="error", t_ns=t_ns, detail={"message": "ECC"}))] * (
+            rank == 2
+        )
+        with path.open("a") as file:
+            file.writelines(lines)
+    with dashboard(run) as serving:
+        seen = opened(serving)
+        assert [one["step"] for one in seen["checkpoints"]] == [10, 12]
+        assert [(one["rank"], one["name"]) for one in seen["incidents"]] == [(2, "error")]
+        assert ask(serving, "/api/places").json()["errors"] == {"2": "error: message ECC"}
+
+
 def test_an_empty_folder_says_what_is_missing(tmp_path: Path) -> None:
     with dashboard(tmp_path) as serving:
         why = until(lambda: ask(serving, "/api/overview").json()["why"], "why")

@@ -52,7 +52,8 @@ def _checkpoints(run: Run) -> list[dict[str, Any]]:
     """Every rank reports the checkpoint that it has a part of: one row a step."""
     rows = run.query(
         "SELECT step, max(t_ns) AS t_ns, arg_max(detail, t_ns) AS detail FROM incidents "
-        "WHERE name = 'checkpoint' AND step IS NOT NULL GROUP BY step ORDER BY t_ns DESC LIMIT ?",
+        "WHERE name = 'checkpoint' AND step IS NOT NULL GROUP BY step "
+        "ORDER BY t_ns DESC, step DESC LIMIT ?",
         [MOST_CHECKPOINTS],
     ).to_pylist()[::-1]
     return [
