@@ -14,7 +14,7 @@ import typer
 
 from megascale import __version__
 from megascale.cli_cluster import Overrides, chaos, run, selfcheck
-from megascale.cli_telemetry import dashboard, diagnose, profile, stream, trace
+from megascale.cli_telemetry import dashboard, diagnose, monitor, profile, stream, trace
 from megascale.errors import MegascaleError
 
 app = typer.Typer(
@@ -31,7 +31,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(convert_app, name="convert")
 app.add_typer(bench_app, name="bench")
 
-for verb in (run, selfcheck, chaos, diagnose, trace, profile, dashboard, stream):
+for verb in (run, selfcheck, chaos, diagnose, trace, profile, dashboard, stream, monitor):
     app.command()(verb)
 
 

@@ -173,3 +173,25 @@ def stream(
     )
     done = stream_until_signal(part)
     typer.echo(f"{done.num_bytes / 1e6:.1f} MB streamed, {done.num_segments} segments stored")
+
+
+def monitor(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run")],
+    interval_ms: Annotated[float, typer.Option(help="between samples, 1 to 1000")] = 2.0,
+    seconds: Annotated[float, typer.Option(help="how long")] = 10.0,
+    ports: Annotated[
+        list[str] | None,
+        typer.Option("--port", help="pattern such as 'mlx5*'; repeatable; default: all but lo"),
+    ] = None,
+    root: Annotated[Path, typer.Option(help="of the counters, or of a tree like it")] = Path(
+        "/sys"
+    ),
+    everywhere: Annotated[
+        bool, typer.Option("--everywhere", help="ask all nodes of a live run for it")
+    ] = False,
+) -> None:
+    """Sample the byte counters of this node's ports by the millisecond, into the run's folder."""
+    from megascale.telemetry.monitor.command import Monitoring, monitor_run
+
+    what = Monitoring(interval_ms, seconds, root, tuple(ports or ()))
+    monitor_run(run_dir, what, everywhere=everywhere, say=typer.echo)

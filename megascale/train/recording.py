@@ -17,6 +17,7 @@ from megascale.telemetry.clock import Clock, MonotonicClock
 from megascale.telemetry.deadline import Deadline
 from megascale.telemetry.garbage import GarbagePauses
 from megascale.telemetry.hooks import Hook
+from megascale.telemetry.monitor.asked import MonitorRequests
 from megascale.telemetry.recorder import NullRecorder, Recorder
 from megascale.telemetry.writer import LineWriter, line_file
 from megascale.topology import Mesh
@@ -78,7 +79,7 @@ def open_recorder(
             snapshot_on_oom(folder.path, recorder)
         try:
             deadline = _deadline(recorder, writer, mesh, device, telemetry.ongoing_after_s)
-            with deadline, GarbagePauses(recorder):
+            with deadline, GarbagePauses(recorder), _of_node(folder.path, rank):
                 yield recorder
         finally:
             profiles.close()
@@ -94,6 +95,14 @@ def _deadline(
     on_cuda = device.type == "cuda"
     prepare = partial(torch.cuda.set_device, device) if on_cuda else None
     return Deadline(recorder, writer, mesh, after_s=after_s, prepare=prepare)
+
+
+def _of_node(run_dir: Path, rank: RankEnvironment) -> AbstractContextManager[object]:
+    """What the first rank of a node does for the node: it samples ports when it is asked to."""
+    if rank.local_rank > 0:
+        return nullcontext()
+    first = rank.global_rank - rank.local_rank
+    return MonitorRequests(run_dir, range(first, first + rank.local_world_size))
 
 
 def device_name(device: torch.device) -> str:
