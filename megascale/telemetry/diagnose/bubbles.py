@@ -72,9 +72,10 @@ def idle(
     window_K = np.array(
         [max(end for _, end, _ in of.values()) - min(b for b, _, _ in of.values()) for of in whole]
     )
+    busy_P = np.median(busy_KP, axis=0)
     return Idle(
         idle=float(np.median(window_K / busy_KP.mean(axis=1) - 1)),
         bubble=float(np.median(window_K / busy_KP.max(axis=1) - 1)),
-        imbalance=float(np.median(busy_KP.max(axis=1) / busy_KP.mean(axis=1) - 1)),
-        busy_s_P=np.asarray(np.median(busy_KP, axis=0)),
+        imbalance=float(busy_P.max() / busy_P.mean() - 1),
+        busy_s_P=np.asarray(busy_P),
     )

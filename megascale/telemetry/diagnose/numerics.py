@@ -95,11 +95,16 @@ class Spike:
     usual: float
 
 
-def loss_spikes(steps: Sequence[int], losses: Sequence[float]) -> list[Spike]:
+def loss_spikes(
+    steps: Sequence[int], losses: Sequence[float], *, smallest: float = SMALLEST
+) -> list[Spike]:
     """Every spike of a whole run: values, in order, above the median of the LEAST good ones before
     by DEVIATIONS. How far values scatter is measured from one good one to the next over HISTORY,
     so a loss that falls fast is no scatter. A spike that lasts longer than HISTORY is what is usual
-    from then on."""
+    from then on.
+
+    smallest  of the median: the least that counts as one deviation
+    """
     found: list[Spike] = []
     good: deque[float] = deque(maxlen=HISTORY)
     going_on = False
@@ -107,7 +112,7 @@ def loss_spikes(steps: Sequence[int], losses: Sequence[float]) -> list[Spike]:
     for step, loss in zip(steps, losses, strict=True):
         judged = len(good) >= LEAST and (going_on or not loss <= max([*good][-LEAST:]))
         if judged and not going_on:
-            middle, limit = _expected([*good])
+            middle, limit = _expected([*good], smallest)
         going_on, continues = judged and not loss <= limit, going_on
         if going_on and continues:
             last = found[-1]
@@ -118,16 +123,16 @@ def loss_spikes(steps: Sequence[int], losses: Sequence[float]) -> list[Spike]:
         if math.isfinite(loss) and (lasts or not going_on):
             good.append(loss)
             if lasts:
-                middle, limit = _expected([*good])
+                middle, limit = _expected([*good], smallest)
     return found
 
 
-def _expected(good: Sequence[float]) -> tuple[float, float]:
+def _expected(good: Sequence[float], smallest: float) -> tuple[float, float]:
     """Median of the newest LEAST, and above which value the next one is out."""
     middle = float(np.median(good[-LEAST:]))
     changes = np.abs(np.diff(good))
     scatter = 1.4826 * float(np.median(changes)) / math.sqrt(2)
-    return middle, middle + DEVIATIONS * max(scatter, SMALLEST * abs(middle))
+    return middle, middle + DEVIATIONS * max(scatter, smallest * abs(middle))
 
 
 def _usual(before: Sequence[float]) -> tuple[float, float]:

@@ -10,6 +10,7 @@ and ended before, which is left out, because nobody knows when.
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,15 +77,14 @@ def instance_of(group: str, mesh: Mesh, rank: int) -> tuple[int, ...]:
 def parts_of(spans: Sequence[Span], mesh: Mesh) -> list[Part]:
     """The operations of one rank's spans, in order of time."""
     posts = [s for s in spans if s.group is not None and s.seq is not None]
-    waits = [s for s in spans if s.group is None and (s.op in WAITING_OPS or s.name == "pp_wait")]
-    waited_names = {s.name for s in waits if s.op in WAITING_OPS}
+    waits = _Waits(spans)
     found = []
     for post in posts:
         end_ns: int | None = post.t0_ns + post.dur_ns
         if post.name == "send":
             end_ns = None
-        elif post.name == "recv" or post.name in waited_names:
-            wait = _wait_for(post, waits)
+        elif post.name == "recv" or post.name in waits.names:
+            wait = waits.of(post)
             if wait is None:
                 continue
             end_ns = wait.t0_ns + wait.dur_ns if wait.dur_ns > HIDDEN_NS else None
@@ -99,18 +99,35 @@ def parts_of(spans: Sequence[Span], mesh: Mesh) -> list[Part]:
     return found
 
 
-def _wait_for(post: Span, waits: Sequence[Span]) -> Span | None:
-    """The first wait behind `post` that is for it, of its own step or the next."""
-    for wait in waits:
-        if wait.t0_ns < post.t0_ns or (wait.step or 0) > (post.step or 0) + 1:
-            continue
+class _Waits:
+    """The waits of one rank, in order of time, by what they can be for."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._of_bucket: dict[tuple[str, str | None], list[Span]] = defaultdict(list)
+        self._of_receive: dict[tuple[int | None, ...], Span] = {}
+        for span in spans:
+            if span.group is not None:
+                continue
+            if span.name == "pp_wait":
+                # the activation of a micro-batch and its gradient, told apart by who waits
+                key = span.step, span.chunk, span.micro_batch, int(span.op == "RG")
+                self._of_receive.setdefault(key, span)
+            elif span.op in WAITING_OPS:
+                self._of_bucket[span.name, span.bucket].append(span)
+        self.names = {name for name, _ in self._of_bucket}
+
+    def of(self, post: Span) -> Span | None:
+        """The first wait behind `post` that is for it, of its own step or the next."""
         if post.name == "recv":
-            same = (wait.chunk, wait.micro_batch) == (post.chunk, post.micro_batch)
-            if wait.name == "pp_wait" and same and wait.step == post.step:
-                return wait
-        elif wait.name == post.name and wait.bucket in (None, post.bucket):
-            return wait
-    return None
+            key = post.step, post.chunk, post.micro_batch, int(post.op == "gradient")
+            return self._of_receive.get(key)
+        found = None
+        for bucket in {post.bucket, None}:
+            waits = self._of_bucket.get((post.name, bucket), ())
+            place = bisect_left(waits, post.t0_ns, key=lambda span: span.t0_ns)
+            if place < len(waits) and (found is None or waits[place].t0_ns < found.t0_ns):
+                found = waits[place]
+        return None if found is None or (found.step or 0) > (post.step or 0) + 1 else found
 
 
 def rates(parts: Iterable[Part]) -> list[Rate]:

@@ -15,7 +15,7 @@ from megascale.telemetry.shown import named, seconds, table
 from megascale.telemetry.store.run import Run
 
 DEFAULT_STEPS = 200
-MOST_RANKS = 256
+MOST_RANKS = 128
 MOST_STEPS = 3
 _SHOWN = 12
 

@@ -12,6 +12,7 @@ from megascale.telemetry.shown import counted, table
 from megascale.telemetry.store.run import Run
 
 DEFAULT_STEPS = 1_000_000
+NORM_SCATTERS = 0.25  # of itself: three times the usual is a jump of the gradient norm
 _SHOWN = 8
 
 
@@ -24,7 +25,10 @@ def ask(run: Run, window: Window) -> Answer:
             "metrics.log_interval says how often one is written"
         )
     losses, norms = _series(lines, "loss"), _series(lines, "grad_norm")
-    spikes = {"loss": _spikes(losses), "grad_norm": _spikes(norms)}
+    spikes = {
+        "loss": loss_spikes(*_columns(losses)),
+        "grad_norm": loss_spikes(*_columns(norms), smallest=NORM_SCATTERS),
+    }
     skipped = max((int(m.get("skipped_steps") or 0) for m in lines), default=0)
     bad = [i for _, i in run.incidents() if i.name == "nonfinite" and i.step is not None]
     bad_steps = sorted({i.step for i in bad if i.step is not None and first <= i.step <= last})
@@ -66,8 +70,8 @@ def _series(lines: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
     return found
 
 
-def _spikes(series: list[tuple[int, float]]) -> list[Spike]:
-    return loss_spikes([step for step, _ in series], [value for _, value in series])
+def _columns(series: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    return [step for step, _ in series], [value for _, value in series]
 
 
 def _finite(value: float) -> float | None:
