@@ -121,7 +121,9 @@ class Collector:
         if len(members) == 1:
             return None
         name = span.name if span.op is None else f"{span.name} {span.op}"
-        code = self._number(("collective", name, span.bucket, span.group, members), name, members)
+        code = self._number(
+            ("collective", name, span.bucket, span.group, members[0]), name, members
+        )
         ready = through.get(index, NONE)
         return End(
             *(rank, COLLECTIVE, code, span.step, span.seq, index, span.t0_ns),

@@ -1,7 +1,7 @@
 """Which ranks a span's `group` means: the recorder writes "data", and every rank has its own.
 
-`Groups.of(group, rank)` gives the members, in order of the axis; equal for all members, so it is
-what tells the instances of a group apart.
+`Groups.of(group, rank)` gives the members, in order of the axis; equal for all members, so the first
+of them tells the instances of a group apart.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class Groups:
         self.mesh = mesh
         self._world = tuple(range(mesh.world_size))
         self._axis = lru_cache(maxsize=None)(self._along)
+        self._vocabulary: list[Members] | None = None
 
     def of(self, group: str, rank: int) -> Members | None:
         """Global ranks of the group called `group` that `rank` is in; None for a name that means
@@ -31,8 +32,9 @@ class Groups:
         if group in _AXES:
             return self._axis(_AXES[group], rank)
         if group == "vocabulary":
-            dp_rank = self.mesh.coordinates(rank).dp_rank
-            return tuple(self.mesh.vocabulary_groups()[dp_rank])
+            if self._vocabulary is None:
+                self._vocabulary = [tuple(ranks) for ranks in self.mesh.vocabulary_groups()]
+            return self._vocabulary[self.mesh.coordinates(rank).dp_rank]
         return None
 
     def channel(self, group: str, rank: int) -> tuple[int, int] | None:
