@@ -1,7 +1,7 @@
 """Which ranks a span's `group` means: the recorder writes "data", and every rank has its own.
 
-`Groups.of(group, rank)` gives the members, in order of the axis; equal for all members, so the first
-of them tells the instances of a group apart.
+`Groups.of(group, rank)` gives the members, in order of the axis; equal for all members, so the
+first of them tells the instances of a group apart.
 """
 
 from __future__ import annotations
