@@ -20,6 +20,7 @@ from typing import IO, Any
 Fields = Mapping[str, Any]
 
 _EVENTS_A_WRITE = 2000
+_line = json.JSONEncoder(separators=(",", ":"), sort_keys=True, allow_nan=False).encode
 
 
 def write_json(path: Path, events: Iterable[Fields], metadata: Mapping[str, Any]) -> None:
@@ -48,10 +49,6 @@ def _text(events: Iterable[Fields], metadata: Mapping[str, Any]) -> Iterator[str
     if waiting:
         yield separator + ",\n".join(waiting)
     yield f'\n],"otherData":{_line(metadata)}}}\n'
-
-
-def _line(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, separators=(",", ":"), sort_keys=True, allow_nan=False)
 
 
 @contextmanager
