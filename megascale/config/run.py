@@ -75,10 +75,13 @@ class CheckpointConfig(Section):
 
 
 class MetricsConfig(Section):
-    """The log line, JSONL and TensorBoard."""
+    """The log line, JSONL, TensorBoard and Weights & Biases."""
 
     log_interval: int = Field(1, ge=1)
     tensorboard: bool = True
+    wandb: bool = Field(
+        False, description="also to Weights & Biases; WANDB_MODE=offline works without a network"
+    )
     peak_tflops: float | None = Field(
         None, gt=0.0, description="None: known devices only; an unknown device prints no MFU"
     )

@@ -1,7 +1,7 @@
-"""The run's metrics: the log line, `metrics.jsonl` and TensorBoard. One rank writes them.
+"""The run's metrics: the log line, `metrics.jsonl`, TensorBoard and W&B. One rank writes them.
 
 A value that is not known (the loss of a stage that has none, MFU on an unknown device, memory on a
-CPU) is absent from all three, never a placeholder. A loss that is not a number is known: the line
+CPU) is absent from all of them, never a placeholder. A loss that is not a number is known: the line
 prints it, JSON names it under `nonfinite`, because JSON has no NaN.
 
 `tokens_per_s` counts all devices together; TorchTitan's `tps` is the figure of one device, here
@@ -155,8 +155,8 @@ class ScalarWriter(Protocol):
 class MetricsLogger:
     """Writes each `Metrics` to the console, `run_dir/metrics.jsonl` and `run_dir/tb`.
 
-    A resumed run appends: of several lines with one step, the last counts. Without the package,
-    `tensorboard` prints one line that says what to install, and the run goes on.
+    A resumed run appends: of several lines with one step, the last counts. Without their packages
+    `tensorboard` and `wandb` print one line that says what to install, and the run goes on.
     """
 
     def __init__(
@@ -164,39 +164,45 @@ class MetricsLogger:
         run_dir: Path,
         *,
         tensorboard: bool = False,
+        wandb: bool = False,
         console: Callable[[str], object] = print,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / "metrics.jsonl"
         self._file = self.path.open("a", encoding="utf-8")
         self._console = console
-        self._tensorboard = _open_tensorboard(run_dir / "tb", console) if tensorboard else None
+        opened = [_open_tensorboard(run_dir / "tb", console) if tensorboard else None]
+        opened.append(_open_wandb(run_dir, console) if wandb else None)
+        self._writers = [writer for writer in opened if writer is not None]
 
     def log(self, metrics: Metrics) -> None:
         self._console(log_line(metrics))
         self._file.write(json_line(metrics, time.time()))
         self._file.flush()
-        if self._tensorboard is None:
-            return
-        for name, value in _known(metrics).items():
-            if name != "step":
-                tag, scale = _TENSORBOARD.get(name, (name, 1))
-                self._tensorboard.add_scalar(tag, value * scale, metrics.step)
-        if metrics.step_s and metrics.data_wait_s is not None:
-            percent = 100 * metrics.data_wait_s / metrics.step_s
-            self._tensorboard.add_scalar("time_metrics/data_loading(%)", percent, metrics.step)
-        self._tensorboard.flush()
+        for writer in self._writers:
+            _add_all(writer, metrics)
 
     def close(self) -> None:
         self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        for writer in self._writers:
+            writer.close()
 
     def __enter__(self) -> MetricsLogger:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _add_all(writer: ScalarWriter, metrics: Metrics) -> None:
+    for name, value in _known(metrics).items():
+        if name != "step":
+            tag, scale = _TENSORBOARD.get(name, (name, 1))
+            writer.add_scalar(tag, value * scale, metrics.step)
+    if metrics.step_s and metrics.data_wait_s is not None:
+        percent = 100 * metrics.data_wait_s / metrics.step_s
+        writer.add_scalar("time_metrics/data_loading(%)", percent, metrics.step)
+    writer.flush()
 
 
 def _open_tensorboard(folder: Path, console: Callable[[str], object]) -> ScalarWriter | None:
@@ -208,3 +214,24 @@ def _open_tensorboard(folder: Path, console: Callable[[str], object]) -> ScalarW
 
     writer: ScalarWriter = Writer(str(folder))
     return writer
+
+
+def _open_wandb(run_dir: Path, console: Callable[[str], object]) -> ScalarWriter | None:
+    try:
+        import wandb
+    except ImportError:
+        console(
+            "wandb is not installed; install it with: pip install wandb, or set metrics.wandb = "
+            "false; the run goes on without it"
+        )
+        return None
+    from megascale.telemetry.wandb_writer import WandbWriter
+
+    try:
+        return WandbWriter(run_dir, wandb)
+    except Exception as error:  # noqa: BLE001 - a service of others must not end a run
+        console(
+            f"wandb does not start ({type(error).__name__}: {error}); without a network set "
+            "WANDB_MODE=offline; the run goes on without it"
+        )
+        return None

@@ -18,6 +18,7 @@ from megascale.telemetry.deadline import Deadline
 from megascale.telemetry.garbage import GarbagePauses
 from megascale.telemetry.hooks import Hook
 from megascale.telemetry.monitor.asked import MonitorRequests
+from megascale.telemetry.prometheus import start_endpoint
 from megascale.telemetry.recorder import NullRecorder, Recorder
 from megascale.telemetry.writer import LineWriter, line_file
 from megascale.topology import Mesh
@@ -25,6 +26,8 @@ from megascale.train.out_of_memory import snapshot_on_oom
 from megascale.train.profile_requests import ProfileRequests
 from megascale.train.profilers import profilers
 from megascale.train.run_folder import RunFolder
+
+_ENDPOINT_S = 5.0  # for a process that was killed to be gone
 
 
 @contextmanager
@@ -79,7 +82,7 @@ def open_recorder(
             snapshot_on_oom(folder.path, recorder)
         try:
             deadline = _deadline(recorder, writer, mesh, device, telemetry.ongoing_after_s)
-            with deadline, GarbagePauses(recorder), _of_node(folder.path, rank):
+            with deadline, GarbagePauses(recorder), _of_node(config, folder.path, rank):
                 yield recorder
         finally:
             profiles.close()
@@ -97,12 +100,23 @@ def _deadline(
     return Deadline(recorder, writer, mesh, after_s=after_s, prepare=prepare)
 
 
-def _of_node(run_dir: Path, rank: RankEnvironment) -> AbstractContextManager[object]:
-    """What the first rank of a node does for the node: it samples ports when it is asked to."""
+@contextmanager
+def _of_node(config: RunConfig, run_dir: Path, rank: RankEnvironment) -> Iterator[None]:
+    """What the first rank of a node does for the node: it samples ports when it is asked to, and
+    starts the endpoint for Prometheus."""
     if rank.local_rank > 0:
-        return nullcontext()
-    first = rank.global_rank - rank.local_rank
-    return MonitorRequests(run_dir, range(first, first + rank.local_world_size))
+        yield
+        return
+    first, port = rank.global_rank - rank.local_rank, config.telemetry.prometheus_port
+    ranks = range(first, first + rank.local_world_size)
+    endpoint = start_endpoint(run_dir, ranks, port) if port else None
+    try:
+        with MonitorRequests(run_dir, ranks):
+            yield
+    finally:
+        if endpoint is not None:
+            endpoint.kill()
+            endpoint.wait(_ENDPOINT_S)
 
 
 def device_name(device: torch.device) -> str:

@@ -48,7 +48,10 @@ class Reporter:
         self._logger: MetricsLogger | None = None
         if assembly.is_writer:
             self._logger = MetricsLogger(
-                folder.path, tensorboard=self.config.metrics.tensorboard, console=_say
+                folder.path,
+                tensorboard=self.config.metrics.tensorboard,
+                wandb=self.config.metrics.wandb,
+                console=_say,
             )
         self._throughput = _throughput(assembly)
         self._since = Moment(self.device)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -134,6 +136,75 @@ def test_without_tensorboard_one_line_says_what_to_install(
         logger.log(Metrics(step=1))
     hint = "tensorboard is not installed; install it with: pip install 'megascale[telemetry]'"
     assert lines == [hint, "step: 1"]
+
+
+class _Wandb(ModuleType):
+    """The part of the package that is used; `fails`: as without a key and a network."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        super().__init__("wandb")
+        self.fails, self.inits, self.logged = fails, list[dict[str, Any]](), list[Any]()
+
+    def setup(self) -> Any:
+        return SimpleNamespace(settings=SimpleNamespace(project=None))
+
+    def Settings(self, **settings: Any) -> dict[str, Any]:
+        return settings
+
+    def init(self, **arguments: Any) -> _Wandb:
+        if self.fails:
+            raise RuntimeError("api_key not configured (no-tty)")
+        self.inits.append(arguments)
+        return self
+
+    def define_metric(self, name: str, *, step_metric: str) -> None:
+        self.logged.append((name, step_metric))
+
+    def log(self, values: dict[str, float]) -> None:
+        self.logged.append(values)
+
+    def finish(self) -> None:
+        self.logged.append("finished")
+
+
+def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = _Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    for step in (10, 9):  # the second start goes on in the same run
+        with MetricsLogger(tmp_path, wandb=True, console=lambda _line: None) as logger:
+            logger.log(Metrics(step=step, loss=4.0, mfu=0.5))
+    logged = {"loss_metrics/global_avg_loss": 4.0, "mfu(%)": 50.0, "step": 10}
+    assert stand_in.logged[:3] == [("*", "step"), logged, "finished"]
+    assert stand_in.logged[4]["step"] == 9
+    first, second = stand_in.inits
+    assert first == second
+    assert (first["project"], first["name"], first["resume"]) == (
+        "megascale",
+        tmp_path.name,
+        "allow",
+    )
+    assert first["id"] == (tmp_path / "wandb_run_id").read_text().strip()
+
+
+@pytest.mark.parametrize(
+    ("module", "hint"),
+    [
+        (None, "wandb is not installed; install it with: pip install wandb, or set"),
+        (
+            _Wandb(fails=True),
+            "wandb does not start (RuntimeError: api_key not configured (no-tty))",
+        ),
+    ],
+)
+def test_without_wandb_one_line_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType | None, hint: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    lines: list[str] = []
+    with MetricsLogger(tmp_path, wandb=True, console=lines.append) as logger:
+        logger.log(Metrics(step=1))
+    assert lines[0].startswith(hint)
+    assert lines[1:] == ["step: 1"]
 
 
 def test_telemetry_does_not_import_torch(tmp_path: Path) -> None:
