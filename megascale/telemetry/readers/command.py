@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,10 @@ from megascale.telemetry.readers.answer import Answer, Level, Window
 from megascale.telemetry.shown import table
 from megascale.telemetry.store.run import Run, open_run
 from megascale.telemetry.timeline.selection import parse_ranks
+from megascale.units import format_bytes
 
 WIDEST = 100  # characters
+WORTH_TELLING_BYTES = 256 << 20
 MOST_ROWS = 200  # of --sql, for a person
 FOUND = 1  # exit code of --fail-on
 _LEVELS: Sequence[Level] = ("ok", "notice", "alert")
@@ -52,7 +55,7 @@ def reader_lines() -> list[str]:
 def diagnose_run(request: Request, say: Say) -> int:
     """The exit code. ConfigError: this is no request; DataError: the run cannot be asked it."""
     run_dir, name, window = _checked(request)
-    with open_run(run_dir) as run:
+    with open_run(run_dir, progress=_Progress()) as run:
         if request.sql is not None:
             _print_rows(run, request, say)
             return 0
@@ -92,6 +95,20 @@ def _checked(request: Request) -> tuple[Path, str, Window]:
         raise ConfigError(f"--fail-on is {request.fail_on!r}; legal: notice, alert")
     ranks = None if request.ranks is None else parse_ranks(request.ranks)
     return Path(run_dir), name, Window(request.first_step, request.last_step, ranks, options)
+
+
+class _Progress:
+    """Tells on stderr how far a large run is stored, a few times."""
+
+    def __init__(self) -> None:
+        self._told = 0
+
+    def __call__(self, done_bytes: int, all_bytes: int) -> None:
+        part = 10 * done_bytes // max(1, all_bytes)
+        if all_bytes >= WORTH_TELLING_BYTES and part > self._told:
+            self._told = part
+            done, of = format_bytes(done_bytes), format_bytes(all_bytes)
+            print(f"storing what is new of the run: {done} of {of}", file=sys.stderr)
 
 
 def _print_answer(name: str, answer: Answer) -> None:

@@ -56,7 +56,7 @@ def find(run: Run, first: int, last: int, window_steps: int | None = None) -> Fo
 
 def ask(run: Run, window: Window) -> Answer:
     first, last = run.bounds(window, DEFAULT_STEPS)
-    given = number_option(window, "window", 0, least=LEAST_WINDOW) if window.options else 0
+    given = number_option(window, "window", 0, least=LEAST_WINDOW)
     found = find(run, first, last, given or None)
     caveats = run.caveats()
     if len(found.windows) < CONFIRM:

@@ -17,7 +17,7 @@ from megascale.telemetry.store.run import Run
 
 DEFAULT_STEPS = 100
 ASKED = (
-    *("hang", "loss", "memory", "stragglers", "late", "drift", "heat_map"),
+    *("hang", "loss", "memory", "stragglers", "late", "drift", "network", "heat_map"),
     *("communication", "bubbles", "restarts"),
 )
 """In the order of urgency among findings of one level."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megascale.telemetry.shown import ranks_text
+from megascale.telemetry.shown import named, ranks_text
 from megascale.telemetry.store.starts import Extents, Headers
 from megascale.topology import Mesh
 
@@ -115,7 +115,7 @@ def _clock_jumps(seen: Seen) -> Iterator[str]:
     for number, found in sorted(jumps.items()):
         most_ns, _ = max(found)
         yield (
-            f"the clock of ranks {ranks_text(rank for _, rank in found)} went back by up to "
+            f"the clock of {named(sorted(rank for _, rank in found))} went back by up to "
             f"{most_ns / 1e9:.1f} s between starts {number} and {number + 1}: their times are not "
             "comparable across it (or two runs wrote to this folder)"
         )

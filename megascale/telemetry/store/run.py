@@ -5,70 +5,34 @@ process holds the run, which does that itself. So a run without any process besi
 well as one of a cluster. Queries go through an in-memory DuckDB over the segments of that instant
 (`queries.py`); what to know of the run as a whole is in `identity.py`.
 
-Suffixes: S steps, R ranks, P phases. Rank order is ascending everywhere; a value that is not known
-is NaN. Where a step came again after a restart, its newest start counts, and what the restart went
-back behind does not.
+Where a step came again after a restart, its newest start counts, and what the restart went back
+behind does not.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megascale.errors import DataError
 from megascale.events import Counters, Incident, Ongoing, Span
-from megascale.telemetry.diagnose.straggler import COMPUTES, WAITS
 from megascale.telemetry.readers.answer import Window
+from megascale.telemetry.shown import counted
+from megascale.telemetry.store.arrays import Arrays, PhaseMeans, PhaseTimes, StepTimes
+from megascale.telemetry.store.catch_up import Progress
 from megascale.telemetry.store.catch_up import catch_up as store_the_rest
 from megascale.telemetry.store.identity import Identity, Places, Start, identify
-from megascale.telemetry.store.metrics_file import read_metrics
+from megascale.telemetry.store.metrics_file import MetricsFile, read_metrics
 from megascale.telemetry.store.queries import Store
 from megascale.telemetry.store.segments import store_folder
-from megascale.telemetry.store.tables import SUM_NS
 from megascale.topology import Mesh
 
 __all__ = ["PhaseMeans", "PhaseTimes", "Places", "Run", "Start", "StepTimes", "open_run"]
 
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
 
-
-@dataclass(frozen=True)
-class StepTimes:
-    """`step_S` ascending; seconds."""
-
-    step_S: Integers
-    rank_R: Integers
-    dur_s_SR: Floats
-    begin_unix_s_SR: Floats
-
-
-@dataclass(frozen=True)
-class PhaseMeans:
-    """Mean ms a step of every rank and phase over a window; NaN where a rank has no such phase."""
-
-    rank_R: Integers
-    phases: tuple[str, ...]
-    mean_ms_RP: Floats
-    num_steps_R: Integers
-
-
-@dataclass(frozen=True)
-class PhaseTimes:
-    """ns of each phase by step and rank."""
-
-    step_S: Integers
-    rank_R: Integers
-    ns_SR: Mapping[str, Floats]
-
-
-class Run:
+class Run(Arrays):
     """One run folder, opened by `open_run`. A context manager; not for several threads at once."""
 
     config: Mapping[str, Any] | None  # config.json of the run folder
@@ -77,9 +41,8 @@ class Run:
         self.run_dir, self._catch_up = run_dir, catch_up
         self.config = _read_config(run_dir / "config.json")
         self._store = Store(folder)
-        self._metrics_bytes = -1
         self._identity: Identity = identify(self._store)
-        self._metrics_bytes = self._size_of_metrics()
+        self._metrics = self._read_metrics()
 
     @property
     def mesh(self) -> Mesh:
@@ -106,11 +69,11 @@ class Run:
         """See what was recorded since; whether there is anything new."""
         if self._catch_up:
             store_the_rest(self.run_dir)
-        grown, self._metrics_bytes = self._metrics_bytes, self._size_of_metrics()
-        if not self._store.refresh():
-            return grown != self._metrics_bytes
-        self._identity = identify(self._store, self._identity.known)
-        return True
+        is_new = self._store.refresh()
+        if is_new:
+            self._identity = identify(self._store, self._identity.known)
+        before, self._metrics = self._metrics, self._read_metrics()
+        return is_new or len(self._metrics.lines) != len(before.lines)
 
     def steps(self) -> tuple[int, int]:
         """First and last step that any rank has finished. DataError: none has."""
@@ -136,88 +99,9 @@ class Run:
             )
         return max(since, first), min(until, last)
 
-    def phases(self) -> tuple[str, ...]:
-        """The names of all spans whose sums are there."""
-        columns = self._store.columns("sums")
-        return tuple(sorted(c.removeprefix(SUM_NS) for c in columns if c.startswith(SUM_NS)))
-
-    def step_times(self, first: int, last: int) -> StepTimes:
-        table = self._between("steps", "dur_ns, t0_ns", first, last)
-        step_S, rank_R, (dur_SR, begin_SR) = _pivot(table, ("dur_ns", "t0_ns"))
-        return StepTimes(step_S, rank_R, dur_SR / 1e9, begin_SR / 1e9)
-
-    def mean_step_s(self, step_S: Integers) -> Floats:
-        """[S]: how long each of the steps took, seconds, mean over ranks; NaN: not there."""
-        if not len(step_S):
-            return np.zeros(0)
-        table = self._store.table(
-            "SELECT step, avg(dur_ns) / 1e9 AS mean FROM current_steps WHERE step BETWEEN ? AND ? "
-            "GROUP BY step ORDER BY step",
-            (int(step_S.min()), int(step_S.max())),
-        )
-        found = dict(zip(*(table.column(n).to_pylist() for n in ("step", "mean")), strict=True))
-        return np.array([found.get(step, np.nan) for step in step_S.tolist()])
-
     def number_of(self, rank: int, start: int) -> int:
         """The job's start, from the number of it in a rank's file (column `start` of tables)."""
         return self._identity.number_of(rank, start)
-
-    def phase_means(self, first: int, last: int) -> PhaseMeans:
-        phases = self.phases()
-        sums = "".join(f", sum({_column(name)})::DOUBLE" for name in phases)
-        table = self._store.table(
-            f"SELECT rank, count(*){sums} FROM current_sums WHERE step BETWEEN ? AND ? "
-            "GROUP BY rank ORDER BY rank",
-            (first, last),
-        )
-        columns = [_floats(column) for column in table.columns]
-        steps_R = columns[1]
-        means = [column / steps_R / 1e6 for column in columns[2:]]
-        mean_ms_RP = np.stack(means, axis=1) if means else np.zeros((len(steps_R), 0))
-        known = np.flatnonzero(~np.isnan(mean_ms_RP).all(axis=0))
-        return PhaseMeans(
-            rank_R=columns[0].astype(np.int64),
-            phases=tuple(phases[column] for column in known),
-            mean_ms_RP=mean_ms_RP[:, known],
-            num_steps_R=steps_R.astype(np.int64),
-        )
-
-    def step_means(self, first: int, last: int) -> PhaseTimes:
-        """Of every phase the mean over ranks in each step, 0 for one that has none of it; `rank_R`
-        is [-1], matrices are (S, 1)."""
-        phases = self.phases()
-        sums = "".join(f", avg(coalesce({_column(name)}, 0))::DOUBLE" for name in phases)
-        table = self._store.table(
-            f"SELECT step{sums} FROM current_sums WHERE step BETWEEN ? AND ? "
-            "GROUP BY step ORDER BY step",
-            (first, last),
-        )
-        step_S, *values = (column.to_numpy() for column in table.columns)
-        known = {
-            name: np.asarray(column, np.float64)[:, None]
-            for name, column in zip(phases, values, strict=True)
-            if np.asarray(column).any()
-        }
-        return PhaseTimes(step_S.astype(np.int64), np.array([-1]), known)
-
-    def phase_times(self, first: int, last: int, phases: Sequence[str]) -> PhaseTimes:
-        """Phases that nobody has are left out."""
-        there = [name for name in phases if name in self.phases()]
-        wanted = ", ".join(_column(name) for name in there) or "NULL"
-        table = self._between("sums", wanted, first, last)
-        names = tuple(SUM_NS + name for name in there)
-        step_S, rank_R, values = _pivot(table, names)
-        return PhaseTimes(step_S, rank_R, dict(zip(there, values, strict=True)))
-
-    def computed(self, first: int, last: int) -> PhaseTimes:
-        """One phase "compute": forward and backward without the waits inside (`straggler.py`)."""
-        there = set(self.phases())
-        terms = [f"+ coalesce({_column(n)}, 0)" for n in COMPUTES if n in there]
-        terms += [f"- coalesce({_column(n)}, 0)" for n in WAITS if n in there]
-        wanted = f"greatest(0, 0 {' '.join(terms)}) AS compute"
-        table = self._between("sums", wanted, first, last)
-        step_S, rank_R, (compute_SR,) = _pivot(table, ("compute",))
-        return PhaseTimes(step_S, rank_R, {"compute": compute_SR})
 
     def spans(
         self,
@@ -227,7 +111,8 @@ class Run:
         ranks: Sequence[int] | None = None,
         names: Sequence[str] | None = None,
     ) -> list[Span]:
-        """Of sampled steps, by rank and time; `t0_ns` and `issued_ns` are wall-clock ns."""
+        """Of sampled steps, by rank and time; `t0_ns` and `issued_ns` are wall-clock ns. Of a step
+        that came twice in one start both are here."""
         where, parameters = "step BETWEEN ? AND ?", [first, last]
         if ranks is not None:
             where += " AND rank IN (SELECT unnest(?::INTEGER[]))"
@@ -278,7 +163,7 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl in order, each with the number of its `start` and whether it
         is the newest of its step (`current`)."""
-        return read_metrics(self.run_dir / "metrics.jsonl", [s.unix_ns for s in self.starts])[0]
+        return self._metrics.lines
 
     def caveats(self) -> list[str]:
         """What is not there: ranks without a file, dropped events, unreadable lines, a clock that
@@ -288,9 +173,9 @@ class Run:
             f"segment {path.name} of the store cannot be read and is left out: {why}"
             for path, why in sorted(self._store.damaged.items())
         ]
-        _, bad = read_metrics(self.run_dir / "metrics.jsonl", [])
+        bad = self._metrics.num_bad
         if bad:
-            found.append(f"{bad} lines of metrics.jsonl are no JSON and are left out")
+            found.append(f"{counted(bad, 'line')} of metrics.jsonl are no JSON and are left out")
         return found
 
     def query(self, sql: str, parameters: Sequence[Any] = ()) -> Any:
@@ -301,21 +186,16 @@ class Run:
         self._store.check_select(sql)
         return self._store.table(sql, parameters)
 
-    def _between(self, table: str, wanted: str, first: int, last: int) -> Any:
-        return self._store.table(
-            f"SELECT step, rank, {wanted} FROM current_{table} WHERE step BETWEEN ? AND ?",
-            (first, last),
-        )
-
-    def _size_of_metrics(self) -> int:
-        try:
-            return (self.run_dir / "metrics.jsonl").stat().st_size
-        except OSError:
-            return 0
+    def _read_metrics(self) -> MetricsFile:
+        return read_metrics(self.run_dir / "metrics.jsonl", [s.unix_ns for s in self.starts])
 
 
-def open_run(run_dir: Path, *, catch_up: bool = True) -> Run:
-    """DataError: no such folder, no run, nothing recorded yet."""
+def open_run(run_dir: Path, *, catch_up: bool = True, progress: Progress | None = None) -> Run:
+    """DataError: no such folder, no run, nothing recorded yet.
+
+    catch_up  first store what the line files hold beyond the segments, and at every `refresh`
+    progress  called with (bytes done, bytes to do) meanwhile
+    """
     if not run_dir.is_dir():
         raise DataError(f"there is no folder {run_dir}; give the folder of a run (job.run_dir)")
     folder = store_folder(run_dir)
@@ -325,7 +205,7 @@ def open_run(run_dir: Path, *, catch_up: bool = True) -> Run:
             "that was recorded (telemetry.enable = true)"
         )
     if catch_up:
-        folder = store_the_rest(run_dir).folder
+        folder = store_the_rest(run_dir, progress=progress).folder
     run = Run(run_dir, folder, catch_up=catch_up)
     if not run.starts:
         run.close()
@@ -342,27 +222,3 @@ def _read_config(path: Path) -> Mapping[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def _column(phase: str) -> str:
-    return '"' + SUM_NS + phase.replace('"', '""') + '"'
-
-
-def _floats(column: Any) -> Floats:
-    """Nulls become NaN."""
-    values = column.to_numpy()
-    return np.asarray(values, dtype=np.float64)
-
-
-def _pivot(table: Any, names: Sequence[str]) -> tuple[Integers, Integers, list[Floats]]:
-    """Steps, ranks, and a matrix (steps, ranks) of each column of `names`."""
-    step = table.column("step").to_numpy()
-    rank = table.column("rank").to_numpy()
-    step_S, row = np.unique(step, return_inverse=True)
-    rank_R, column = np.unique(rank, return_inverse=True)
-    found = []
-    for name in names:
-        matrix = np.full((len(step_S), len(rank_R)), np.nan)
-        matrix[row, column] = _floats(table.column(name))
-        found.append(matrix)
-    return step_S.astype(np.int64), rank_R.astype(np.int64), found

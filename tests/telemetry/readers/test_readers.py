@@ -28,7 +28,7 @@ from megascale.telemetry.readers.answer import Answer, Window
 from megascale.telemetry.store.run import open_run
 from megascale.topology import Mesh
 
-OF_ONE_RUN = [name for name in READERS if name not in ("compare", "network")]
+OF_ONE_RUN = [name for name in READERS if name != "compare"]
 MESH = Mesh(2, 4, 2)
 Ask = Callable[..., Answer]
 

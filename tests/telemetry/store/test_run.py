@@ -225,7 +225,7 @@ def test_a_clock_that_jumped_back_between_starts(lines: Path) -> None:
         assert [start.steps for start in run.starts] == [(1, 12), (9, 20)]
         told = [text for text in run.caveats() if "went back" in text]
         assert len(told) == 1
-        assert "ranks 4 went back" in told[0]
+        assert "rank 4 went back" in told[0]
 
 
 @pytest.mark.full
