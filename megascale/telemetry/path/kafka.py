@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from megascale.errors import ConfigError, require_extra
+from megascale.errors import ConfigError, MissingExtraError
 from megascale.telemetry.path.packing import groups, pack, unpack
 from megascale.telemetry.path.queue import Delivery, Message, QueueError
 
@@ -175,5 +175,7 @@ def _kafka_python() -> Any:
     try:
         import kafka
     except ImportError:
-        raise require_extra("kafka-python", "telemetry") from None
+        raise MissingExtraError(
+            "kafka-python is not installed; install it with: pip install kafka-python"
+        ) from None
     return kafka

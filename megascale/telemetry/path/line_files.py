@@ -6,7 +6,8 @@ another one where somebody put a new file in its place.
 
 Only whole lines are taken, so what a crash tore is never sent: the next writer cuts it off. A file
 that lost what had been read of it (a host without power) goes on from its new end, a `CUT` higher.
-Undetected stays one that was cut and has grown past its old length before anybody looked.
+Undetected stays one that was cut and has grown past its old length before anybody looked, unless
+the byte before the place to read on shows it: what was read ended with a newline.
 
 Cost: a stat a look for a file that has not grown; memory of one message.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Container
 from pathlib import Path
 
 from megascale.telemetry.path.queue import CUT, MOST_BYTES, SEPARATOR, Message
@@ -29,13 +31,15 @@ def telemetry_folder(run_dir: Path) -> Path:
     return run_dir / "telemetry"
 
 
-def list_line_files(run_dir: Path) -> dict[str, int]:
-    """Names of the line files of a run, each with its rank; -1: a node's own."""
+def list_line_files(run_dir: Path, known: Container[str] = ()) -> dict[str, int]:
+    """Names of the line files of a run, those that are known left out, each with its rank; -1: a
+    node's own."""
     try:
         names = os.listdir(telemetry_folder(run_dir))
     except FileNotFoundError:
         return {}
-    return {name: rank_of(name) for name in sorted(names) if name.endswith(".jsonl")}
+    new = sorted(name for name in names if name not in known and name.endswith(".jsonl"))
+    return {name: rank_of(name) for name in new}
 
 
 def rank_of(name: str) -> int:
@@ -49,15 +53,17 @@ class LineFile:
     def __init__(self, path: Path, rank: int) -> None:
         self.path, self.rank = path, rank
         self.source: str | None = None
+        self._text, self._first_line = str(path), b""
         self._offset = self._num_cuts = 0
         self._searched = 0  # of a line that is too long: where its end was looked for
         self._seen: tuple[int, ...] | None = None  # nothing is new while these stay
 
     def identify(self) -> str | None:
-        """The file's source, read from it. OSError: it cannot be read."""
-        descriptor = os.open(self.path, os.O_RDONLY)
+        """Find out `source`, before anything is read. OSError: the file cannot be read."""
+        descriptor = os.open(self._text, os.O_RDONLY)
         try:
-            return self._identify(descriptor)
+            self.source = self._identify(descriptor)
+            return self.source
         finally:
             os.close(descriptor)
 
@@ -76,41 +82,47 @@ class LineFile:
         """The same in the file itself."""
         return self._offset
 
-    def may_have_more(self) -> bool:
-        """Whether the file is another, or was written to, since its end was seen."""
-        return _state(os.stat(self.path)) != self._seen
-
     def read(self, most_bytes: int = MOST_BYTES) -> Message | None:
         """The next whole lines, about `most_bytes` of them, and go behind them; None where there
         are none yet. A file that has become another is read from its beginning; `source` says so.
         OSError: it cannot be read."""
-        descriptor = os.open(self.path, os.O_RDONLY)
+        state = _state(os.stat(self._text))
+        if state == self._seen:
+            return None
+        descriptor = os.open(self._text, os.O_RDONLY)
         try:
-            stat = os.fstat(descriptor)
-            source = self._identify(descriptor)
-            if source is None:
+            if not self._is_same(descriptor, state[1]):
                 return None
-            if source != self.source:
-                if self.source is not None:
-                    self.go_to(0)
-                self.source = source
-            if stat.st_size < self._offset:
-                self.go_to((self._num_cuts + 1) * CUT + _last_line_end(descriptor, stat.st_size))
             message = self._next(descriptor, most_bytes)
-            if message is None:
-                self._seen = _state(stat)
+            if message is None or self._offset == state[1]:
+                self._seen = state
             return message
         finally:
             os.close(descriptor)
+
+    def _is_same(self, descriptor: int, size: int) -> bool:
+        """Go to where this file is read on, if it is not the one that it was; False while nobody
+        knows what it is."""
+        known = self._first_line
+        if not known or os.pread(descriptor, len(known), 0) != known:
+            source = self._identify(descriptor)
+            if source is None:
+                return False
+            if self.source is not None and source != self.source:
+                self.go_to(0)
+            self.source = source
+        if size < self._offset:
+            self.go_to((self._num_cuts + 1) * CUT + _last_line_end(descriptor, size))
+        return True
 
     def _next(self, descriptor: int, most_bytes: int) -> Message | None:
         assert self.source is not None
         if self._searched:
             return self._pass_over(descriptor)
-        data = os.pread(descriptor, most_bytes, self._offset)
+        data = self._bytes_from_here(descriptor, most_bytes)
         end = data.rfind(b"\n") + 1
         if not end and len(data) == most_bytes:
-            data = os.pread(descriptor, LONGEST_LINE_BYTES, self._offset)
+            data = self._bytes_from_here(descriptor, LONGEST_LINE_BYTES)
             end = data.find(b"\n") + 1
             if not end and len(data) == LONGEST_LINE_BYTES:
                 self._searched = self._offset + len(data)
@@ -120,6 +132,16 @@ class LineFile:
         message = Message(self.source, self.rank, self.position, data[:end])
         self._offset += end
         return message
+
+    def _bytes_from_here(self, descriptor: int, most_bytes: int) -> bytes:
+        """What was read ended with a newline. Where none is, somebody wrote the file anew, and it
+        is read again from its beginning."""
+        if self._offset:
+            data = os.pread(descriptor, most_bytes + 1, self._offset - 1)
+            if data[:1] == b"\n":
+                return data[1:]
+            self.go_to((self._num_cuts + 1) * CUT)
+        return os.pread(descriptor, most_bytes, 0)
 
     def _pass_over(self, descriptor: int) -> Message | None:
         """A message without lines, once the end of a line that is too long is there."""
@@ -137,10 +159,11 @@ class LineFile:
 
     def _identify(self, descriptor: int) -> str | None:
         first = os.pread(descriptor, _FIRST_BYTES, 0)
-        end = first.find(b"\n")
-        if end < 0 and len(first) < _FIRST_BYTES:
+        end = first.find(b"\n") + 1 or _FIRST_BYTES
+        if end > len(first):
             return None
-        digest = hashlib.blake2b(first[: end if end >= 0 else None], digest_size=8).hexdigest()
+        self._first_line = first[:end]
+        digest = hashlib.blake2b(self._first_line, digest_size=8).hexdigest()
         return f"{self.path.name}{SEPARATOR}{digest}"
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from megascale.errors import DataError
 
@@ -22,8 +22,7 @@ SEPARATOR = ":"  # in a source, behind the file's name
 CUT = 1 << 48  # what a cut adds to the offsets behind it
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """Bytes `[offset, end)` of `source`: whole lines.
 
     source       names a file for good, by its name and first line, wherever it lies: one that was

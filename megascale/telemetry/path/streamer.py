@@ -102,12 +102,12 @@ class Streamer:
     def _look_for_files(self) -> None:
         """Files that are new here begin where the store has them to."""
         found = dict[str, LineFile]()
-        for name, rank in list_line_files(self._run_dir).items():
-            if name in self._files or not (self._ranks is None or rank in self._ranks or rank < 0):
+        for name, rank in list_line_files(self._run_dir, self._files).items():
+            if not (self._ranks is None or rank in self._ranks or rank < 0):
                 continue
             file = LineFile(telemetry_folder(self._run_dir) / name, rank)
             try:
-                file.source = file.identify()
+                file.identify()
             except OSError as error:
                 self._warn("%s cannot be read (%s); it is tried again", file.path, error)
             if file.source is not None:
@@ -120,7 +120,7 @@ class Streamer:
 
     def _read(self, file: LineFile) -> Message | None:
         try:
-            return file.read() if file.may_have_more() else None
+            return file.read()
         except OSError as error:
             self._warn("%s cannot be read (%s); it is tried again", file.path, error)
             return None

@@ -54,12 +54,7 @@ class Batch:
         self._message_begin = self._message_end - sizes
         self._message_L = np.searchsorted(self._message_end, self._begin_L, side="right")
         self._refused: list[tuple[int, str]] = []
-        self._first_line, self._start, self._shift_ns, self._is_placed = (
-            _none(),
-            _none(),
-            _none(),
-            np.zeros(0, bool),
-        )
+        self._lines = self._arrow_lines()
 
     # ------------------------------------------------------------ lines
 
@@ -67,7 +62,6 @@ class Batch:
         """Numbers of the lines that a recorder wrote as one of `kinds`, and that Arrow may read."""
         from pyarrow import compute
 
-        lines = self._arrow_lines()
         usable_L = self._bytes_B[np.maximum(self._end_L - 2, 0)] == _CLOSE
         if not self._data.isascii() or b"\0" in self._data:
             # Arrow stops at a zero byte, and takes any other for text.
@@ -75,14 +69,14 @@ class Batch:
             usable_L[np.searchsorted(self._end_L, odd_B, side="right")] = False
         found = {}
         for kind in kinds:
-            mask_L = compute.starts_with(lines, _PREFIX % kind.encode())
+            mask_L = compute.starts_with(self._lines, _PREFIX % kind.encode())
             found[kind] = np.flatnonzero(np.asarray(mask_L) & usable_L)
         return found
 
     def bytes_of(self, lines: Integers) -> Any:
         """These lines as one buffer."""
         pa = arrow()
-        taken = self._arrow_lines().take(pa.array(lines))
+        taken = self._lines.take(pa.array(lines))
         _, offsets, data = taken.buffers()
         ends = np.frombuffer(offsets, np.int32)[taken.offset : taken.offset + len(taken) + 1]
         return data.slice(int(ends[0]), int(ends[-1] - ends[0]))
@@ -116,25 +110,31 @@ class Batch:
     def place(self, headers: Sequence[OddLine]) -> None:
         """Number the starts, and set their clocks: from here on the lines know theirs."""
         by_line = sorted(headers, key=lambda header: header.line)
-        first_line_M = np.searchsorted(self._begin_L, self._message_begin).tolist()
-        states: list[tuple[int, int, int | None]] = []  # first line, start, shift
+        first_lines = np.searchsorted(self._begin_L, self._message_begin).tolist()
+        lines, starts, shifts = list[int](), list[int](), list[int | None]()
         following = 0
-        for number, message in enumerate(self.messages):
-            at = self.positions.get(message.source) or self._before[message.source]
-            states.append((first_line_M[number], max(at.num_headers - 1, 0), at.shift_ns))
-            last = first_line_M[number + 1] if number + 1 < len(first_line_M) else self.num_lines
-            while following < len(by_line) and by_line[following].line < last:
+        for message, first, behind in zip(
+            self.messages, first_lines, [*first_lines[1:], self.num_lines], strict=True
+        ):
+            source, _, offset, text, passed_over = message
+            at = self.positions.get(source) or self._before[source]
+            _, rank, num_headers, shift_ns = at
+            lines.append(first)
+            starts.append(num_headers - 1 if num_headers else 0)
+            shifts.append(shift_ns)
+            while following < len(by_line) and by_line[following].line < behind:
                 header = by_line[following]
                 following += 1
+                num_headers += 1
                 shift_ns = header.record["unix_ns"] - header.record["monotonic_ns"]
-                at = Position(at.offset, at.rank, at.num_headers + 1, shift_ns)
-                states.append((header.line, at.num_headers - 1, shift_ns))
-            end = message.end
-            self.positions[message.source] = Position(end, at.rank, at.num_headers, at.shift_ns)
-        self._first_line = np.array([state[0] for state in states], np.int64)
-        self._start = np.array([state[1] for state in states], np.int64)
-        self._shift_ns = np.array([state[2] or 0 for state in states], np.int64)
-        self._is_placed = np.array([state[2] is not None for state in states], bool)
+                lines.append(header.line)
+                starts.append(num_headers - 1)
+                shifts.append(shift_ns)
+            end = offset + passed_over + len(text)
+            self.positions[source] = Position(end, rank, num_headers, shift_ns)
+        self._first_line, self._start = np.array(lines, np.int64), np.array(starts, np.int64)
+        self._shift_ns = np.array([shift_ns or 0 for shift_ns in shifts], np.int64)
+        self._is_placed = np.array([shift_ns is not None for shift_ns in shifts], bool)
 
     def is_own(self, lines: Integers, ranks: Integers) -> Mask:
         """Whether a line is of the rank whose file it is in. In a node's own, any may be."""
@@ -200,7 +200,3 @@ def _count(
         },
     )
     row["count"] += 1
-
-
-def _none() -> Integers:
-    return np.zeros(0, np.int64)

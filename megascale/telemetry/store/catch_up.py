@@ -116,7 +116,6 @@ def _to_read(run_dir: Path, writer: StoreWriter) -> list[tuple[LineFile, int]]:
         except OSError:
             continue  # it is gone, or not ours to read: its rank is missing, which readers say
         if source is not None:
-            file.source = source
             file.go_to(writer.stands_at(source))
             if file.offset != size:
                 todo.append((file, file.position - file.offset + size))

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megascale.errors import DataError, require_extra
 from megascale.telemetry.store.tables import SUM_COUNT, SUM_NS, TABLES
@@ -33,8 +33,7 @@ _NAME = re.compile(r"(\d{12})(?:-(\d{12}))?")
 _ASIDE, _GONE = ".aside-", ".gone-"
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(NamedTuple):
     """All that is needed to go on in the middle of a line file.
 
     offset       bytes that are stored; always the end of a line

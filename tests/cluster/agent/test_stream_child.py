@@ -1,4 +1,4 @@
-"""The streamer beside the ranks: with a queue only, for the ranks that are here; again if killed."""
+"""The streamer beside the ranks: with a queue only, for the ranks here, again if it dies."""
 
 from __future__ import annotations
 

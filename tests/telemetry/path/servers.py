@@ -25,6 +25,11 @@ class RedisServer:
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/run"
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         assert BINARY is not None
         append = ["--appendonly", "yes" if self._appends else "no", "--appendfsync", "everysec"]

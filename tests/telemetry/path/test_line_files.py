@@ -34,9 +34,7 @@ def test_only_whole_lines_are_read(path: Path) -> None:
     assert file.source is None
     path.write_bytes(b"head\none\ntw")
     assert read_all(file) == [(0, b"head\none\n", 0)]
-    assert not file.may_have_more()
     path.write_bytes(b"head\none\ntwo\n")
-    assert file.may_have_more()
     assert read_all(file) == [(9, b"two\n", 0)]
     assert file.position == 13
 
@@ -69,8 +67,9 @@ def test_a_replaced_file_is_another_source(path: Path) -> None:
     read_all(file)
     first = file.source
     path.unlink()
+    path.write_bytes(b"hea")
+    assert read_all(file) == []
     path.write_bytes(b"head 2\ntwo\n")
-    assert file.may_have_more()
     assert read_all(file) == [(0, b"head 2\ntwo\n", 0)]
     assert file.source != first
     path.write_bytes(b"head 3, in place\nthree\n")
@@ -94,12 +93,20 @@ def test_a_cut_file_goes_on_from_its_new_end_and_positions_grow(path: Path) -> N
         out.write(b"\nfour\n")
     assert read_all(file) == [(CUT + 9, b"tw\nfour\n", 0)]
     again = LineFile(path, 7)
-    again.source = again.identify()
+    again.identify()
     again.go_to(file.position)
     assert read_all(again) == []
     with path.open("ab") as out:
         out.write(b"five\n")
     assert read_all(again) == [(CUT + 17, b"five\n", 0)]
+
+
+def test_another_file_that_begins_alike_is_read_anew(path: Path) -> None:
+    file = LineFile(path, 7)
+    path.write_bytes(b"head\none\n")
+    read_all(file)
+    path.write_bytes(b"head\nsomething\n")
+    assert read_all(file) == [(CUT, b"head\nsomething\n", 0)]
 
 
 def test_which_files_there_are(tmp_path: Path) -> None:

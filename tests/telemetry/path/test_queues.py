@@ -3,6 +3,7 @@ Kafka there is a stand-in for the client's library (`kafka_stand_in.py`) and no 
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 import time
 import uuid
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, MissingExtraError
 from megascale.telemetry.path.kafka import KafkaQueue
 from megascale.telemetry.path.local import LocalQueue
 from megascale.telemetry.path.packing import pack, unpack
@@ -146,6 +147,12 @@ def test_a_packed_entry_is_checked() -> None:
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="redis://HOST:PORT/NAME"):
         RedisQueue(url)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("kafka") is not None, reason="kafka-python is there")
+def test_without_its_library_kafka_says_what_to_install() -> None:
+    with pytest.raises(MissingExtraError, match="pip install kafka-python"):
+        KafkaQueue("kafka://host:1/topic")
 
 
 def test_a_server_that_is_not_there_is_said() -> None:
