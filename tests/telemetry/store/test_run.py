@@ -263,3 +263,38 @@ def test_a_step_twice_in_one_start_counts_once(folders: dict[str, Path], tmp_pat
         assert means.num_steps_R.tolist() == [12] * 8
         assert means.mean_ms_RP[:, means.phases.index("optimizer")] == pytest.approx([7.0] * 8)
         assert any("recorded steps twice" in text for text in run.caveats())
+
+
+@pytest.mark.full
+def test_a_rank_that_was_not_there_at_first(lines: Path) -> None:
+    """Its first start is the job's second, and nothing of it is void."""
+    path = line_file(lines, 6)
+    whole = path.read_bytes().splitlines(keepends=True)
+    second = [at for at, line in enumerate(whole) if b'"kind":"header"' in line][1]
+    path.write_bytes(b"".join(whole[second:]))
+    with open_run(lines) as run:
+        assert [start.num_ranks for start in run.starts] == [7, 8]
+        assert run.caveats() == []
+        rows = run.query(
+            "SELECT rank, min(step) AS first, count(*) AS n FROM current_steps GROUP BY rank "
+            "ORDER BY rank"
+        ).to_pylist()
+        assert [(row["first"], row["n"]) for row in rows] == [(1, 20)] * 6 + [(9, 12), (1, 20)]
+        assert {o.rank for o in run.ongoing()} == {0, 1, 2, 4, 5, 6, 7}
+        assert {number for number, i in run.incidents() if i.rank == 6} == {1}
+
+
+@pytest.mark.full
+def test_means_of_a_long_run_are_of_pieces_of_it(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_run(folders["segments"]) as run:
+        whole = run.step_means(1, 20)
+        assert whole.step_S.tolist() == list(range(1, 21))
+        expected = np.nanmean(run.phase_times(1, 20, ["forward"]).ns_SR["forward"], axis=1)
+        np.testing.assert_allclose(whole.ns_SR["forward"][:, 0], expected)
+        monkeypatch.setattr("megascale.telemetry.store.arrays.PIECES", 4)
+        monkeypatch.setattr("megascale.telemetry.store.arrays.MOST_SUMS", 8 * 8)
+        pieces = run.step_means(1, 20)
+        assert pieces.step_S.tolist() == [1, 2, 6, 7, 11, 12, 16, 17]
+        np.testing.assert_allclose(pieces.ns_SR["forward"][:, 0], expected[pieces.step_S - 1])
