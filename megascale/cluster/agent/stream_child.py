@@ -1,6 +1,6 @@
 """Streams what the node's ranks record to the run's queue, in a child that may be killed.
 
-    python -m megascale stream RUN --queue URL --ranks 0,3 [--no-store]
+    python -m megascale stream RUN --ranks 0,3 [--no-store]
 
 It is started where the run's configuration names a queue; without one readers take the line files
 themselves, and nothing runs here. It follows files and keeps nothing (`telemetry/path`), so its
@@ -95,7 +95,8 @@ class StreamChild(threading.Thread):
         if self._process is not None and self._runs != (wanted, queue):
             self._end_child()
         if self._process is None and queue and time.monotonic() >= self._again_s:
-            self._start(wanted, queue)
+            self._start(wanted)
+            self._runs = wanted, queue
 
     def _what_is_wanted(self) -> _Wanted | None:
         with self._lock:
@@ -105,9 +106,10 @@ class StreamChild(threading.Thread):
                 self._wanted = replace(self._wanted, stores=False)
             return self._wanted
 
-    def _start(self, wanted: _Wanted, queue: str) -> None:
+    def _start(self, wanted: _Wanted) -> None:
+        """It reads the queue's address from the configuration: there may be a password in it."""
         ranks = ",".join(str(rank) for rank in sorted(wanted.ranks))
-        options = ["--queue", queue, "--ranks", ranks, *([] if wanted.stores else ["--no-store"])]
+        options = ["--ranks", ranks, *([] if wanted.stores else ["--no-store"])]
         log = wanted.run_dir / "logs" / f"stream-{self._node}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
@@ -119,7 +121,7 @@ class StreamChild(threading.Thread):
             )
         with suppress(OSError):  # ranks come first
             os.setpriority(os.PRIO_PROCESS, self._process.pid, NICE)
-        self._runs, self._began_s = (wanted, queue), time.monotonic()
+        self._began_s = time.monotonic()
 
     def _put_off(self, why: str) -> None:
         _log.warning("the streamer %s; another one in %.0f s", why, self._wait_s)

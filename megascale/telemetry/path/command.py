@@ -114,7 +114,7 @@ class Stream:
         is_told = False
         while True:
             try:
-                queue = open_queue(self._config.queue)
+                queue = open_queue(self._config.queue, self._run_dir)
                 queue.generation()
                 return queue
             except QueueError as error:

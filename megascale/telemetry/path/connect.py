@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from megascale.errors import ConfigError
 from megascale.telemetry.path.kafka import KafkaQueue
 from megascale.telemetry.path.queue import Queue
@@ -17,8 +20,9 @@ def check_address(url: str) -> None:
         )
 
 
-def open_queue(url: str) -> Queue:
-    """A connection of its own: a queue is for one thread. ConfigError: no such address;
-    QueueError: nobody is there."""
+def open_queue(url: str, run_dir: Path) -> Queue:
+    """A connection of its own to the queue of one run, by its folder's name: runs may share an
+    address. For one thread. ConfigError: no such address; QueueError: nobody is there."""
     check_address(url)
-    return RedisQueue(url) if url.startswith("redis://") else KafkaQueue(url)
+    run = re.sub(r"[^A-Za-z0-9._-]", "_", run_dir.resolve().name)
+    return RedisQueue(url, run=run) if url.startswith("redis://") else KafkaQueue(url, run=run)

@@ -1,8 +1,10 @@
 """The queue on Kafka, through a client like kafka-python's. MegaScale's own path (MegaScale 5.1).
 
-    TOPIC            one partition, so that messages come in order; an entry is a node's turn
-    TOPIC.positions  how far each source is stored, by key; an entry without a source is `ask_again`
-                     (make it compacted, so that it stays small)
+    TOPIC.RUN            one partition, so that messages come in order; an entry is a node's turn
+    TOPIC.RUN.positions  how far each source is stored, by key; an entry without a source is
+                         `ask_again` (make it compacted, so that it stays small)
+
+RUN is the name of the run's folder.
 
 The store reads by assignment and commits offsets of group "store": it is one process, so no group
 has to be balanced, and one that starts again goes on behind what was done. Kafka keeps what it has
@@ -38,7 +40,14 @@ class KafkaQueue:
     client  the module `kafka`, or something with the same classes
     """
 
-    def __init__(self, url: str, client: Any = None, *, most_entries: int = MOST_ENTRIES) -> None:
+    def __init__(
+        self,
+        url: str,
+        client: Any = None,
+        *,
+        run: str = "run",
+        most_entries: int = MOST_ENTRIES,
+    ) -> None:
         self._client = client or _kafka_python()
         parts = urlsplit(url)
         topic = parts.path.strip("/")
@@ -46,6 +55,7 @@ class KafkaQueue:
             raise ConfigError(
                 f"telemetry.queue is {url!r}; a Kafka queue is kafka://HOST:PORT/TOPIC"
             )
+        topic = f"{topic}.{run}"
         self._where, self._most_entries = url, most_entries
         servers = f"{parts.hostname}:{parts.port or 9092}"
         with self._calls():

@@ -1,11 +1,12 @@
 """The queue on a Redis server: a stream with a consumer group.
 
-    NAME:lines       the stream; an entry is the messages of a node's turn (`packing.py`)
-    NAME:bytes       of all entries: at `most_bytes` the queue refuses; nothing is ever trimmed
-    NAME:committed   hash: how far each source is stored
-    NAME:generation  drawn anew by `ask_again` and where it is missing: a server that was emptied
-    NAME:consumer:X  a lease; a consumer without one is dead
+    NAME:RUN:lines       the stream; an entry is the messages of a node's turn (`packing.py`)
+    NAME:RUN:bytes       of all entries: at `most_bytes` the queue refuses; nothing is ever trimmed
+    NAME:RUN:committed   hash: how far each source is stored
+    NAME:RUN:generation  drawn by `ask_again`, and where it is missing: the server was emptied
+    NAME:RUN:consumer:X  a lease; a consumer without one is dead
 
+RUN is the name of the run's folder, so several runs may have one address.
 A server that restarts has another run id, whatever it remembers: that is the other half of the
 generation. Bytes are checked and counted in scripts, which the server runs one after another, so
 any number of streamers keep the bound.
@@ -64,7 +65,9 @@ end
 class RedisQueue:
     """`redis://[:PASSWORD@]HOST:PORT/NAME`. For one thread; see `Queue`."""
 
-    def __init__(self, url: str, *, most_bytes: int = 1 << 30, lease_s: float = LEASE_S) -> None:
+    def __init__(
+        self, url: str, *, run: str = "run", most_bytes: int = 1 << 30, lease_s: float = LEASE_S
+    ) -> None:
         try:
             import redis
             from redis.retry import Retry
@@ -88,6 +91,7 @@ class RedisQueue:
             retry=Retry(backoff=redis.backoff.NoBackoff(), retries=0),
             protocol=2,
         )
+        name = f"{name}:{run}"
         self._lines, self._bytes = f"{name}:lines", f"{name}:bytes"
         self._committed, self._generation = f"{name}:committed", f"{name}:generation"
         self._publish = self._redis.register_script(_PUBLISH)

@@ -20,6 +20,7 @@ from megascale.telemetry.path.queue import Message, Queue, QueueError
 
 INTERVAL_S = 0.5
 SETTLE_S = 2.0  # after a queue lost something: the store says meanwhile what it has
+FINISH_S = 3.0
 BATCH_BYTES = 4 << 20
 _QUIET_S = 30.0  # between warnings
 _log = logging.getLogger(__name__)
@@ -53,16 +54,18 @@ class Streamer:
             self._ranks |= set(ranks)
 
     def run(self, ended: threading.Event, interval_s: float = INTERVAL_S) -> None:
-        """Until `ended`, and then once more for what was written last. An error of the queue or of
-        a file is told and tried again."""
+        """Until `ended`, and then on for what was written last, `FINISH_S` at most. An error of the
+        queue or of a file is told and tried again."""
+        until_s: float | None = None
         while True:
-            is_last = ended.is_set()
+            if ended.is_set() and until_s is None:
+                until_s = time.monotonic() + FINISH_S
             try:
                 moved = self.turn()
             except QueueError as error:
                 moved = 0
                 self._warn("%s; what is written stays in the files and is sent later", error)
-            if is_last:
+            if until_s is not None and (not moved or time.monotonic() > until_s):
                 return
             if not moved:
                 ended.wait(interval_s)

@@ -12,6 +12,8 @@ files that grow meanwhile, what was there at the beginning is stored.
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import os
 import shutil
 import tempfile
@@ -20,10 +22,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megascale.config import TelemetryConfig
 from megascale.errors import DataError
 from megascale.telemetry.path.line_files import LineFile, list_line_files, telemetry_folder
 from megascale.telemetry.path.queue import MOST_BYTES as MOST_READ_BYTES
 from megascale.telemetry.store.merging import merge_what_is_due
+from megascale.telemetry.store.retention import retain
 from megascale.telemetry.store.segments import live_segments, store_folder
 from megascale.telemetry.store.writing import StoreLock, StoreWriter
 
@@ -102,6 +106,9 @@ def _store(
         progress(done, total)
     while len(live_segments(folder)) > MERGE_ABOVE and merge_what_is_due(folder):
         pass
+    if done:
+        keep_bytes = _keep_gb(run_dir) * 1e9
+        retain(folder, keep_bytes=keep_bytes, keep_s=math.inf, now_s=time.time())
     return done, sum(max(end - file.position, 0) for file, end in todo)
 
 
@@ -120,6 +127,14 @@ def _to_read(run_dir: Path, writer: StoreWriter) -> list[tuple[LineFile, int]]:
             if file.offset != size:
                 todo.append((file, file.position - file.offset + size))
     return todo
+
+
+def _keep_gb(run_dir: Path) -> float:
+    """`telemetry.keep_gb` of the run. Its age is no reason here: an old run is read to be seen."""
+    try:
+        return float(json.loads((run_dir / "config.json").read_text())["telemetry"]["keep_gb"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return TelemetryConfig().keep_gb
 
 
 def _acquire(lock: StoreLock, give_up_s: float | None) -> bool:

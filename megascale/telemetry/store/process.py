@@ -21,6 +21,7 @@ from megascale.telemetry.store.writing import StoreLock
 
 LOCK_AGAIN_S = 2.0
 MERGE_S = 2.0
+MERGE_ENDS_S = 30.0
 RETAIN_S = 60.0
 _log = logging.getLogger(__name__)
 
@@ -59,9 +60,10 @@ class Housekeeping(threading.Thread):
         self._retained_s = -RETAIN_S
 
     def end(self) -> None:
-        """Waits for the merge that is under way: the lock must not be given back before."""
+        """Waits for the merge that is under way, while the lock is held. One that takes longer
+        ends with the process, and the next writer takes away what it began."""
         self._ended.set()
-        self.join()
+        self.join(MERGE_ENDS_S)
 
     def run(self) -> None:
         while not self._ended.wait(MERGE_S):

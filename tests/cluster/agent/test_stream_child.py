@@ -84,7 +84,7 @@ def test_without_a_queue_nothing_runs(child: StreamChild, tmp_path: Path) -> Non
     assert not (tmp_path / "logs").exists()
     configure(tmp_path, "redis://here:1/run")
     ((_, arguments),) = children(tmp_path, 1)
-    assert arguments == [str(tmp_path), "--queue", "redis://here:1/run", "--ranks", "0,1"]
+    assert arguments == [str(tmp_path), "--ranks", "0,1"]
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megascale.errors import ConfigError, MissingExtraError
+from megascale.telemetry.path.connect import open_queue
 from megascale.telemetry.path.kafka import KafkaQueue
 from megascale.telemetry.path.local import LocalQueue
 from megascale.telemetry.path.packing import pack, unpack
@@ -123,6 +124,19 @@ def test_says_what_was_committed(connect: Connect) -> None:
     assert streamer.committed([]) == {}
 
 
+@pytest.mark.full
+def test_runs_of_one_address_do_not_meet(redis_server: RedisServer) -> None:
+    url = f"redis://127.0.0.1:{redis_server.port}/{uuid.uuid4().hex}"
+    one, other = (open_queue(url, Path(name)) for name in ("runs/a", "runs/b"))
+    one.publish([message(1)])
+    other.commit({"a:1": 1})
+    assert other.take(1, 0.0) == []
+    assert one.committed(["a:1"]) == {}
+    assert len(_take(one, 1)) == 1
+    one.close()
+    other.close()
+
+
 def test_asking_again_forgets_positions_and_is_seen(connect: Connect) -> None:
     streamer, store = connect(), connect()
     before = streamer.generation()
@@ -201,12 +215,12 @@ def test_an_entry_by_somebody_else_is_dropped(redis_server: RedisServer) -> None
 
     name = uuid.uuid4().hex
     with redis.Redis(port=redis_server.port) as plain:
-        plain.xadd(f"{name}:lines", {"m": "rubbish"})
-        plain.xadd(f"{name}:lines", {"other": "x"})
+        plain.xadd(f"{name}:run:lines", {"m": "rubbish"})
+        plain.xadd(f"{name}:run:lines", {"other": "x"})
         queue = RedisQueue(f"redis://127.0.0.1:{redis_server.port}/{name}")
         queue.publish([message(1)])
         assert [d.message for d in _take(queue, 1)] == [message(1)]
-        assert plain.xlen(f"{name}:lines") == 1
+        assert plain.xlen(f"{name}:run:lines") == 1
     queue.close()
 
 

@@ -15,6 +15,7 @@ from megascale.telemetry.path.line_files import telemetry_folder
 from megascale.telemetry.store import catch_up as module
 from megascale.telemetry.store import writing
 from megascale.telemetry.store.catch_up import catch_up
+from megascale.telemetry.store.retention import deleted
 from megascale.telemetry.store.segments import live_segments, store_folder
 from megascale.telemetry.store.writing import StoreLock
 from megascale.telemetry.writer import line_file
@@ -159,6 +160,16 @@ def test_a_folder_that_cannot_be_written_is_stored_elsewhere(
     assert len(live_segments(found.folder)) == 2, "the first is the run's own"
     assert len(live_segments(store_folder(run_dir))) == 1
     assert catch_up(run_dir).num_bytes == 0
+
+
+def test_what_is_too_much_is_forgotten_and_not_stored_again(tmp_path: Path) -> None:
+    write(tmp_path, range(5))
+    (tmp_path / "config.json").write_text(json.dumps({"telemetry": {"keep_gb": 1e-9}}))
+    catch_up(tmp_path)
+    assert {one.table for one in deleted(store_folder(tmp_path))} == {"spans", "sums", "steps"}
+    left = rows_of_store(store_folder(tmp_path))
+    assert {row[0] for row in left} == {"ranks"}
+    assert catch_up(tmp_path).num_bytes == 0
 
 
 def test_a_file_that_cannot_be_read_leaves_the_rest(tmp_path: Path) -> None:
