@@ -76,6 +76,7 @@ def _until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.full
 def test_without_a_queue_nothing_runs(child: StreamChild, tmp_path: Path) -> None:
     child.started(tmp_path, [0, 1])
     time.sleep(0.2)

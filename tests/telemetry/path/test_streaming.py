@@ -247,6 +247,7 @@ def test_a_disk_that_refuses_loses_nothing(run_dir: Path, monkeypatch: pytest.Mo
     assert store.num_known == 0
 
 
+@pytest.mark.full
 def test_stream_in_one_process_until_it_is_ended(run_dir: Path) -> None:
     write(run_dir, range(3), first=True)
     stream = Stream(run_dir, TelemetryConfig())

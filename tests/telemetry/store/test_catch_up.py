@@ -54,6 +54,7 @@ def test_a_run_is_stored_once_and_then_what_is_new(tmp_path: Path) -> None:
     assert len(live_segments(store_folder(tmp_path))) == 2
 
 
+@pytest.mark.full
 def test_a_large_run_is_stored_in_pieces_that_are_merged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

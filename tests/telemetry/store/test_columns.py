@@ -321,7 +321,7 @@ JUNK = st.one_of(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(EVENTS | JUNK, max_size=12))
 def test_every_line_is_a_row_or_counted(parts: list[Event | bytes]) -> None:
     events = [part for part in parts if not isinstance(part, bytes)]
