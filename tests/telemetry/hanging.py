@@ -174,8 +174,6 @@ class Hanging:
         for event in read_events(file) if file.exists() else ():
             if isinstance(event, Ongoing):
                 newest = event
-            elif (
-                isinstance(event, Step) and newest is not None and event.step >= (newest.step or 0)
-            ):
-                newest = None
+            elif isinstance(event, Step) and newest is not None and newest.error is None:
+                newest = None if event.step >= (newest.step or 0) else newest
         return newest

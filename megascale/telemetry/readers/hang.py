@@ -1,7 +1,8 @@
 """Who holds up a run that stands still (MegaScale 5.2): from the ongoing events of its ranks.
 
-A record counts while its rank has finished no later step. The ranks that should have recorded and
-did not are the suspects; of ranks that all recorded, the one that left out what the others wait for
+A record counts while its rank has not finished the step of it; one with an error counts in any
+case, because an error ends its step. The ranks that should have recorded and did not are the
+suspects; of ranks that all recorded, the one that left out what the others wait for
 (`diagnose/ongoing.py`). The data has a value a rank, in the order of ranks, for the 3D view.
 """
 
@@ -54,12 +55,14 @@ def _last_steps(run: Run) -> dict[int, int]:
 def _still_waiting(recorded: list[Ongoing], last_step: Mapping[int, int]) -> dict[int, Ongoing]:
     """Records of ranks that did not go on: neither they, nor by two steps anybody."""
     newest = max(last_step.values(), default=-1)
-    return {
-        record.rank: record
-        for record in recorded
-        if record.step is None
-        or (last_step.get(record.rank, -1) < record.step and newest < record.step + 2)
-    }
+
+    def is_over(record: Ongoing) -> bool:
+        if record.step is None:
+            return False
+        went_on = record.error is None and last_step.get(record.rank, -1) >= record.step
+        return went_on or newest >= record.step + 2
+
+    return {record.rank: record for record in recorded if not is_over(record)}
 
 
 def _young(records: Mapping[int, Ongoing]) -> list[str]:
