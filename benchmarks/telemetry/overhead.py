@@ -41,6 +41,7 @@ def measure(
         for enabled in (True, False) if number % 2 else (False, True):
             folder = Path(tempfile.mkdtemp(prefix="overhead-"))
             run_dir = folder / "run"
+            run_dir.mkdir()
             mine = [
                 f"training.steps={steps}",
                 f"metrics.log_interval={LOG_INTERVAL}",
