@@ -150,12 +150,15 @@ def always_on(num_ranks: int, seconds: int, *, over_redis: bool) -> Row:
         queues, server_cpu_s = _queues(stack, run_dir, over_redis=over_redis)
         streamer = Streamer(run_dir, queues[0], settle_s=0.0)
         store = Ingest(store_folder(run_dir), queues[1], flush_s=3600.0)
+        written = [[lines_of(rank, 0, random_) for _ in range(2)] for rank in range(num_ranks)]
+        paths = [str(line_file(run_dir, rank)) for rank in range(num_ranks)]
         for second in range(-2, seconds):
+            step = b'"step":%d,' % (second + 2)
             for rank in range(num_ranks):
-                with line_file(run_dir, rank).open("ab") as file:
+                with open(paths[rank], "ab") as file:
                     if second == -2:
                         file.write(header_of(rank, num_ranks))
-                    file.write(lines_of(rank, second + 2, random_))
+                    file.write(written[rank][second % 2].replace(b'"step":0,', step))
             began_s = time.process_time() + server_cpu_s()
             while streamer.turn() + store.turn(0.0):
                 pass
