@@ -21,7 +21,7 @@ from megascale.events import Ongoing
 from megascale.telemetry.diagnose.hang import mesh_groups
 from megascale.telemetry.recorder import Recorder
 from megascale.telemetry.spans import OpenSpan
-from megascale.telemetry.standing import Standing, standing, waits
+from megascale.telemetry.standing import Standing, computes, standing
 from megascale.telemetry.writer import LineWriter
 from megascale.topology import Mesh
 
@@ -94,8 +94,9 @@ class Deadline(threading.Thread):
         return found if self._recorder.under_way().oldest is seen.oldest else None
 
     def _failed(self, span: OpenSpan, error: BaseException) -> None:
-        """An error leaves `span`, on the thread that it happened on."""
-        if not isinstance(error, Exception) or not waits(span):
+        """An error leaves `span`, on the thread that it happened on: a collective, or a detail of
+        one."""
+        if not isinstance(error, Exception) or computes(span):
             return
         found = standing(self._recorder.under_way(), of_host=True)
         if found is not None:

@@ -72,7 +72,7 @@ def standing(seen: UnderWay, *, of_host: bool = False) -> Standing | None:
     """
     on_device = seen.clock.kind == "device" and not of_host
     inside = list(_on_device(seen) if on_device else seen.open)
-    told = (span for span in reversed(inside) if waits(span) or span.name in _WORK)
+    told = (span for span in reversed(inside) if waits(span) or computes(span))
     span = next(told, None)  # what lies inside of it is a detail
     if span is None or not waits(span):
         return None
@@ -97,6 +97,11 @@ def waits(span: OpenSpan) -> bool:
     """Is it an operation of a group, or a wait on one?"""
     fields = span.fields
     return fields.get("group") is not None or (span.name, fields.get("op")) in WAITS
+
+
+def computes(span: OpenSpan) -> bool:
+    """Is it the rank's own work? What is neither this nor a wait is a detail of what is around."""
+    return span.name in _WORK
 
 
 def _operation(

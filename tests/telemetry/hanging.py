@@ -154,7 +154,7 @@ class Hanging:
             receiver.close()
         self._store.cleanup()
 
-    def records(self, deadline_s: float = 60.0) -> dict[int, Ongoing]:
+    def records(self, deadline_s: float = 100.0) -> dict[int, Ongoing]:
         """The newest of each rank that has not finished a step since, once all that are to say
         something have, and nobody has said anything new for a while."""
         give_up_s, before = time.monotonic() + deadline_s, None

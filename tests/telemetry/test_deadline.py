@@ -83,7 +83,8 @@ def test_an_error_is_recorded_before_the_deadline_and_after_it(watched: Watched)
 def _lose_a_peer(watched: Watched) -> None:
     recorder = watched.recorder
     inside = recorder.span("tp_all_reduce", group="tensor")
-    with recorder.step(1), recorder.span("grad_sync", op="finish"), inside:
+    detail = recorder.span("tp_transfer", op="all_reduce")
+    with recorder.step(1), recorder.span("grad_sync", op="finish"), inside, detail:
         watched.wait_for(1)
         raise RuntimeError("Connection closed by peer")
 
