@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from megascale.telemetry.dashboard.server import Server
+from tests.telemetry.dashboard.waiting import until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -107,5 +108,6 @@ def count_near(page: Page, box: list[float], colour: str, most: int = 24) -> int
 
 
 def until_true(page: Page, expression: str, argument: Any = None) -> None:
-    """Waits until a JavaScript expression is true."""
-    page.wait_for_function(expression, arg=argument, timeout=WAIT_MS)
+    """Waits until a JavaScript expression is true. Playwright's own waiting needs `eval`, which the
+    page's policy forbids."""
+    until(lambda: page.evaluate(expression, argument), expression, WAIT_MS / 1000)

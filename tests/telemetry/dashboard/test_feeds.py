@@ -85,9 +85,9 @@ def test_bytes_that_are_no_text_are_shown_as_such(tmp_path: Path) -> None:
 
 
 def test_no_log_is_said(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match="rank 7 has no log") as caught:
-        logs.tail(tmp_path, 7, None)
-    assert caught.value.status == 404
+    found = logs.tail(tmp_path, 7, None)
+    assert (found["text"], found["next"]) == ("", 0)
+    assert "rank 7 has no log" in found["why"]
 
 
 def test_errors_of_ranks_in_order_of_time_and_only_whole_ones(tmp_path: Path) -> None:

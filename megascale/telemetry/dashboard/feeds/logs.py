@@ -8,8 +8,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megascale.telemetry.dashboard.answers import RefusedError
-
 TAIL_BYTES = 64 << 10
 MOST_BYTES = 256 << 10
 MOST_ERRORS = 50
@@ -22,7 +20,7 @@ def tail(run_dir: Path, rank: int, after: int | None) -> dict[str, Any]:
     next   what to give as `after` next time
     start  the byte at which `text` begins; behind `after` where there was more than fits, and 0
            where the file was replaced
-    RefusedError (404): there is no such log.
+    why    why there is none, where it cannot be read
     """
     path = run_dir / "logs" / f"rank{rank:05d}.log"
     try:
@@ -34,15 +32,15 @@ def tail(run_dir: Path, rank: int, after: int | None) -> dict[str, Any]:
             file.seek(begin)
             data = file.read(size - begin)
     except OSError as error:
-        raise RefusedError(
-            404, f"rank {rank} has no log that can be read ({error.strerror})"
-        ) from None
+        why = f"rank {rank} has no log that can be read ({error.strerror})"
+        return {"rank": rank, "start": 0, "next": 0, "text": "", "why": why}
     cut = data.find(b"\n") + 1 if begin and begin != after else 0  # not half a line
     return {
         "rank": rank,
         "start": begin + cut,
         "next": begin + len(data),
         "text": data[cut:].decode(errors="replace"),
+        "why": "",
     }
 
 

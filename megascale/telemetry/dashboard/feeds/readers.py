@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+from megascale.errors import DataError
 from megascale.telemetry.dashboard.answers import Body, RefusedError, json_body
 from megascale.telemetry.readers.answer import Reader, Window
 from megascale.telemetry.store.run import Run
@@ -59,8 +60,13 @@ def key_of(name: str, query: Mapping[str, str]) -> Hashable:
 
 
 def read(run: Run, reader: Reader, window: Window) -> Body:
-    """What the reader answers, with its question."""
-    answer: dict[str, Any] = reader.ask(run, window).as_json()
+    """What the reader answers, with its question. What cannot be asked of this run is an answer,
+    too, of level "none": most readers need more than a run that has just begun has."""
+    answer: dict[str, Any]
+    try:
+        answer = reader.ask(run, window).as_json()
+    except DataError as error:
+        answer = {"level": "none", "summary": str(error), "data": {}, "caveats": []}
     return json_body({"reader": reader.name, "question": reader.question, **answer})
 
 

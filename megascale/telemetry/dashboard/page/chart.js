@@ -5,7 +5,7 @@
 // what fits the screen, and no spike is lost.
 
 import { h } from "/page/dom.js";
-import { number, ticks } from "/page/format.js";
+import { number, tickTexts, ticks } from "/page/format.js";
 import { Surface, pointing } from "/page/surface.js";
 import { colours } from "/page/theme.js";
 
@@ -13,7 +13,7 @@ const MARGIN = { left: 56, right: 10, top: 8, bottom: 22 };
 
 export class Chart {
   // series: [{x, y, colour, name, dots}], colour a function; format(value): text of the axis.
-  constructor(box, { title, format = (value) => number(value), height = 200, window }) {
+  constructor(box, { title, format = number, height = 200, window }) {
     this.format = format;
     this.series = [];
     this.window = window; // {first, last, changed()}: shared by the charts of a page
@@ -89,7 +89,9 @@ export class Chart {
     context.font = `11px ${paint.font}`;
     context.lineWidth = 1;
     context.textBaseline = "middle";
-    for (const value of ticks(to.low, to.high, 4)) {
+    const values = ticks(to.low, to.high, 4);
+    const texts = tickTexts(values, this.format);
+    values.forEach((value, i) => {
       const y = Math.round(to.y(value)) + 0.5;
       context.strokeStyle = paint.line;
       context.beginPath();
@@ -98,8 +100,8 @@ export class Chart {
       context.stroke();
       context.fillStyle = paint.muted;
       context.textAlign = "right";
-      context.fillText(this.format(value), MARGIN.left - 8, y);
-    }
+      context.fillText(texts[i], MARGIN.left - 8, y);
+    });
     context.textAlign = "center";
     for (const step of ticks(to.first, to.last, Math.max(2, width / 110))) {
       if (Math.round(step) === step) context.fillText(step.toLocaleString("en"), Math.min(width - 20, to.x(step)), height - 8);

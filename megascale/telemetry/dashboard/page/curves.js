@@ -8,15 +8,15 @@ import { add, fill, h, segments } from "/page/dom.js";
 import { bytes, count, lasting, number, percent, scaled } from "/page/format.js";
 import { colours } from "/page/theme.js";
 
-const rate = (value) => scaled(value).join(" ").trim();
+const rate = (value, digits) => scaled(value, digits).join(" ").trim();
 const CURVES = [
-  ["Loss", "loss", (value) => number(value, 4)],
-  ["Validation loss", "validation_loss", (value) => number(value, 4)],
-  ["Gradient norm", "grad_norm", (value) => number(value)],
+  ["Loss", "loss", (value, digits = 4) => number(value, digits)],
+  ["Validation loss", "validation_loss", (value, digits = 4) => number(value, digits)],
+  ["Gradient norm", "grad_norm", number],
   ["Throughput, tokens/s", "tokens_per_s", rate],
-  ["MFU", "mfu", (value) => percent(value)],
+  ["MFU", "mfu", percent],
   ["Step time", "step_s", lasting],
-  ["Learning rate", "lr", (value) => number(value)],
+  ["Learning rate", "lr", number],
   ["Memory, the most a device had", "memory_bytes", bytes],
 ];
 

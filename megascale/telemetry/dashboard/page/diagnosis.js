@@ -3,6 +3,7 @@
 import { paced } from "/page/app.js";
 import { get } from "/page/api.js";
 import { add, fill, h } from "/page/dom.js";
+import { sentence } from "/page/format.js";
 
 const LEVELS = ["alert", "notice", "ok"];
 const MOST_TEXT = 20_000;
@@ -64,8 +65,8 @@ class Item {
     try {
       this.answer = await get(`/api/read/${this.name}`);
       this.level = this.answer.level;
-      this.said.textContent = this.answer.summary;
-      this.said.className = "said";
+      this.said.textContent = sentence(this.answer.summary);
+      this.said.className = this.level === "none" ? "said muted" : "said";
     } catch (error) {
       this.answer = null;
       this.level = "none";

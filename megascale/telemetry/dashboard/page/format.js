@@ -14,7 +14,7 @@ export function number(value, digits = 3) {
   if (value === 0) return "0";
   const size = Math.floor(Math.log10(Math.abs(Number(value.toPrecision(digits)))));
   if (size >= digits - 1) return whole.format(value);
-  if (size < -4) return value.toExponential(digits - 1);
+  if (size < -3) return value.toExponential(digits - 1);
   return value.toFixed(digits - 1 - size);
 }
 
@@ -26,33 +26,48 @@ export function signed(share, digits = 1) {
   return `${share >= 0 ? "+" : "−"}${Math.abs(100 * share).toFixed(digits)} %`;
 }
 
-// [figure, unit] of a rate or a size.
-export function scaled(value) {
-  if (value === null || value === undefined || !Number.isFinite(value)) return [DASH, ""];
-  for (const [factor, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
-    if (Math.abs(value) >= factor) return [number(value / factor), unit];
-  }
-  return [number(value), ""];
+// Of a tick on an axis: without zeros that say nothing.
+export function trimmed(text) {
+  return text.replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "");
 }
 
-export function bytes(value) {
-  const [figure, unit] = scaled(value);
+// Ticks with as many digits as it takes to tell them apart.
+export function tickTexts(values, format) {
+  let texts = [];
+  for (let digits = 3; digits <= 8; digits += 1) {
+    texts = values.map((value) => trimmed(format(value, digits)));
+    if (new Set(texts).size === texts.length) break;
+  }
+  return texts;
+}
+
+// [figure, unit] of a rate or a size.
+export function scaled(value, digits = 3) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return [DASH, ""];
+  for (const [factor, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
+    if (Math.abs(value) >= factor) return [number(value / factor, digits), unit];
+  }
+  return [number(value, digits), ""];
+}
+
+export function bytes(value, digits = 3) {
+  const [figure, unit] = scaled(value, digits);
   return figure === DASH ? DASH : `${figure} ${unit}B`;
 }
 
 // [figure, unit] of a duration.
-export function duration(seconds) {
+export function duration(seconds, digits = 3) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return [DASH, ""];
-  if (seconds < 1e-3) return [number(seconds * 1e6), "µs"];
-  if (seconds < 1) return [number(seconds * 1e3), "ms"];
-  if (seconds < 120) return [number(seconds), "s"];
-  if (seconds < 7200) return [number(seconds / 60), "min"];
-  if (seconds < 172800) return [number(seconds / 3600), "h"];
-  return [number(seconds / 86400), "d"];
+  if (seconds < 1e-3) return [number(seconds * 1e6, digits), "µs"];
+  if (seconds < 1) return [number(seconds * 1e3, digits), "ms"];
+  if (seconds < 120) return [number(seconds, digits), "s"];
+  if (seconds < 7200) return [number(seconds / 60, digits), "min"];
+  if (seconds < 172800) return [number(seconds / 3600, digits), "h"];
+  return [number(seconds / 86400, digits), "d"];
 }
 
-export function lasting(seconds) {
-  return duration(seconds).join(" ").trim();
+export function lasting(seconds, digits = 3) {
+  return duration(seconds, digits).join(" ").trim();
 }
 
 export function clock(unixSeconds) {
@@ -61,6 +76,12 @@ export function clock(unixSeconds) {
   const day = `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())}`;
   const time = `${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`;
   return day === new Date().toISOString().slice(0, 10) ? time : `${day} ${time}`;
+}
+
+// With a capital, and an end.
+export function sentence(text) {
+  const whole = text.charAt(0).toUpperCase() + text.slice(1);
+  return /[.!?…]$/.test(whole) ? whole : `${whole}.`;
 }
 
 // 0, 1, 2, 5 -> "0–2, 5"

@@ -11,7 +11,7 @@ export function fromAnswers({ data }, stragglers) {
   const totals = ms.map((column) => column.reduce((sum, one) => sum + (Number.isNaN(one) ? 0 : one), 0));
   const outliers = data.outliers.filter((one) => !one.waits);
   const known = new Set(outliers.filter((one) => one.dimension === "rank" && one.phase === COMPUTE).map((one) => Number(one.value)));
-  const slow = stragglers?.data ?? { ranks: [], share: [] };
+  const slow = stragglers.level === "none" ? { ranks: [], share: [] } : stragglers.data; // of few steps
   slow.ranks.forEach((rank, i) => {
     if (!known.has(rank)) outliers.push({ dimension: "rank", value: String(rank), phase: COMPUTE, share: slow.share[i], num_ranks: 1, waits: false });
   });

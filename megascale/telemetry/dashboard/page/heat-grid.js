@@ -7,6 +7,8 @@ import { colours } from "/page/theme.js";
 
 const GAP = 0.7; // between blocks, in cells
 const LABEL_PX = 15;
+const MOST_PX = 104; // of a cell that is not zoomed
+const NUMBER_PX = 34; // from this size on a cell says whose it is
 
 export class Grid {
   constructor() {
@@ -36,11 +38,12 @@ export class Grid {
       const down = Math.ceil(most / across);
       for (let columns = 1; columns <= blocks.length; columns += 1) {
         const rows = Math.ceil(blocks.length / columns);
-        const size = Math.min(width / (columns * (across + GAP)), height / (rows * (down + GAP)), 46);
+        const size = Math.min(width / (columns * (across + GAP)), height / (rows * (down + GAP)), MOST_PX);
         if (size > best.size) best = { size, across, down, columns, rows };
       }
     }
     Object.assign(this, best);
+    this.left = Math.max(0, (width - this.columns * (this.across + GAP) * this.size) / 2); // centred
   }
 
   // Left, top and side of cell `c` in pixels.
@@ -49,7 +52,7 @@ export class Grid {
     const b = this.blockOf(c);
     const inside = c - blocks[b].first;
     const side = this.size * this.zoom;
-    const x = ((b % this.columns) * (this.across + GAP) + (inside % this.across) + GAP / 2) * side - this.x;
+    const x = ((b % this.columns) * (this.across + GAP) + (inside % this.across) + GAP / 2) * side - this.x + this.left;
     const y = (Math.floor(b / this.columns) * (this.down + GAP) + Math.floor(inside / this.across) + GAP / 2) * side - this.y;
     return [x, y, side];
   }
@@ -69,7 +72,7 @@ export class Grid {
   // The cell at a point; null: none.
   hit(px, py) {
     const side = this.size * this.zoom;
-    const bx = (px + this.x) / side / (this.across + GAP);
+    const bx = (px + this.x - this.left) / side / (this.across + GAP);
     const by = (py + this.y) / side / (this.down + GAP);
     const column = Math.floor(bx);
     const b = Math.floor(by) * this.columns + column;
@@ -104,10 +107,11 @@ export class Grid {
       context.fill();
     }
     this.#labels(context, width, height, paint);
+    this.#numbers(context, width, height, paint, list);
     for (const [colour, members] of kin) this.#outline(context, members, colour, 1.5, 0);
     this.#outline(context, waits, paint["warn-fill"], 1.5, waits.length > 400 ? 0 : 7);
     this.#outline(context, rings, paint.bad, 2, rings.length > 400 ? 0 : 13);
-    if (picked !== null) this.#outline(context, [picked], paint.accent, 3, 15);
+    if (picked !== null) this.#outline(context, [picked], paint.accent, 3, 15, 8);
     if (this.cursor !== null) this.#outline(context, [this.cursor], paint.text, 1.5, 11);
   }
 
@@ -125,15 +129,32 @@ export class Grid {
     });
   }
 
+  // Which rank a large cell is, in whatever reads best on its colour.
+  #numbers(context, width, height, paint, list) {
+    const side = this.size * this.zoom;
+    if (side < NUMBER_PX) return;
+    context.font = `11px ${paint.font}`;
+    context.textAlign = "left";
+    context.textBaseline = "top";
+    const { values } = this.cells;
+    for (let c = 0; c < values.length; c += 1) {
+      const [x, y] = this.box(c);
+      if (x > width || y > height || x + side < 0 || y + side < 0) continue;
+      const share = (values[c] - this.low) / (this.high - this.low || 1);
+      context.fillStyle = share > 0.5 ? list[0] : paint.text;
+      context.fillText(clipped(context, this.cells.name(c).replace(/^rank /, ""), side - 8), x + 5, y + 5);
+    }
+  }
+
   // Rings around cells; on small cells at least `least` pixels wide, so that one in 12,288 is seen.
-  #outline(context, members, colour, line, least) {
+  #outline(context, members, colour, line, least, around = 0) {
     if (!members.length) return;
     context.strokeStyle = colour;
     context.lineWidth = line;
     context.beginPath();
     for (const c of members) {
       const [x, y, side] = this.box(c);
-      const width = Math.max(side + line, least);
+      const width = Math.max(side + line + around, least);
       context.rect(x + (side - width) / 2 - 0.5, y + (side - width) / 2 - 0.5, width, width);
     }
     context.stroke();
@@ -141,7 +162,7 @@ export class Grid {
 
   zoomBy(factor, px, py, width, height) {
     const zoom = Math.max(1, Math.min(60, this.zoom * factor));
-    this.x = ((this.x + px) * zoom) / this.zoom - px;
+    this.x = ((this.x + px - this.left) * zoom) / this.zoom - px + this.left;
     this.y = ((this.y + py) * zoom) / this.zoom - py;
     this.zoom = zoom;
     this.#clamp(width, height);
@@ -179,7 +200,7 @@ export class Grid {
 
   #clamp(width, height) {
     const side = this.size * this.zoom;
-    this.x = Math.max(0, Math.min(this.x, this.columns * (this.across + GAP) * side - width));
+    this.x = Math.max(0, Math.min(this.x, this.columns * (this.across + GAP) * side + 2 * this.left - width));
     this.y = Math.max(0, Math.min(this.y, this.rows * (this.down + GAP) * side - height));
     if (this.zoom === 1) Object.assign(this, { x: 0, y: 0 });
   }

@@ -18,9 +18,20 @@ export function outlierList(view) {
 
 function listed(view, outliers, most) {
   if (!outliers.length) return null;
-  const found = outliers.toSorted((a, b) => b.share - a.share);
+  const found = together(outliers);
   const rest = found.length - most;
   return [h("ol", { class: "outliers" }, found.slice(0, most).map((one) => h("li", {}, button(view, one)))), rest > 0 ? h("p", { class: "small muted" }, `and ${count(rest)} more`) : null];
+}
+
+// Who stands out in several phases is listed once, by the worst of them.
+function together(outliers) {
+  const byWho = new Map();
+  for (const one of outliers.toSorted((a, b) => b.share - a.share)) {
+    const who = `${one.dimension} ${one.value}`;
+    if (byWho.has(who)) byWho.get(who).also += 1;
+    else byWho.set(who, { ...one, also: 0 });
+  }
+  return [...byWho.values()];
 }
 
 function button(view, one) {
@@ -44,15 +55,16 @@ function button(view, one) {
 
 function told(view, one) {
   const mesh = view.places.meshed;
+  const phase = one.also ? `${one.phase} and ${one.also} more` : one.phase;
   if (one.dimension === "rank") {
     const rank = Number(one.value);
-    return { title: `Rank ${one.value}`, where: `${one.phase}, ${mesh.place(rank)}, ${view.app.hostName(view.places, rank) ?? "unknown host"}`, rank };
+    return { title: `Rank ${one.value}`, where: `${phase}, ${mesh.place(rank)}, ${view.app.hostName(view.places, rank) ?? "unknown host"}`, rank };
   }
   const ranks = `${count(one.num_ranks)} rank${one.num_ranks === 1 ? "" : "s"}`;
   if (one.dimension === "host") {
     const rows = view.groups.host.find((host) => host.name === one.value)?.rows ?? [];
-    return { title: `Host ${one.value}`, where: `${one.phase}, ${ranks}`, rank: rows.length ? view.heat.ranks[rows[0]] : null };
+    return { title: `Host ${one.value}`, where: `${phase}, ${ranks}`, rank: rows.length ? view.heat.ranks[rows[0]] : null };
   }
   const first = view.heat.ranks.find((rank) => mesh.at(rank, one.dimension) === Number(one.value));
-  return { title: `${SHORT[one.dimension] ?? one.dimension} ${one.value}`, where: `${one.phase}, ${ranks}`, rank: first ?? null };
+  return { title: `${SHORT[one.dimension] ?? one.dimension} ${one.value}`, where: `${phase}, ${ranks}`, rank: first ?? null };
 }

@@ -24,7 +24,7 @@ export class PhaseRows {
   }
 
   rowHeight(height) {
-    return Math.max(14, Math.min(44, height / this.rows.length));
+    return Math.max(14, Math.min(44, (height - 20) / this.rows.length));
   }
 
   draw(context, width, height, { picked, marked, waiting }) {
@@ -44,6 +44,10 @@ export class PhaseRows {
         context.fillRect(LEFT + c * side, r * high, side - (side > 6 ? 1 : 0), high - 2);
       }
     });
+    if (picked !== null) {
+      context.strokeStyle = paint.accent;
+      context.strokeRect(LEFT + Math.floor(picked / each) * side - 1, 1, Math.max(side, 4) + 2, high * this.rows.length - 3);
+    }
     context.lineWidth = 2;
     for (const [colour, least, found] of [[paint["warn-fill"], 4, waiting], [paint.bad, 10, marked]]) {
       context.strokeStyle = colour;
@@ -53,10 +57,19 @@ export class PhaseRows {
         context.strokeRect(LEFT + (Math.floor(row / each) + 0.5) * side - wide / 2, r * high, wide, high - 2);
       }
     }
-    if (picked !== null) {
-      context.strokeStyle = paint.accent;
-      context.strokeRect(LEFT + Math.floor(picked / each) * side - 1, 1, Math.max(side, 4) + 2, high * this.rows.length - 3);
-    }
+    this.#numbers(context, width, height, paint);
+  }
+
+  // Numbers of ranks below the columns, as many as there is room for.
+  #numbers(context, width, height, paint) {
+    const { each, number, side } = this.columns(width);
+    const every = Math.max(1, Math.ceil(46 / side));
+    const y = this.rowHeight(height) * this.rows.length + 8;
+    context.fillStyle = paint.muted;
+    context.textAlign = "center";
+    for (let c = 0; c < number; c += every) context.fillText(`${this.heat.ranks[c * each]}`, LEFT + (c + 0.5) * side, y);
+    context.textAlign = "left";
+    context.fillText("rank", 0, y);
   }
 
   worst(row, column, each) {

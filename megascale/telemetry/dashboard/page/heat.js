@@ -50,7 +50,7 @@ class HeatView {
   #build() {
     const phases = choice("Phase", [], undefined, (value) => { this.phase = value; this.#show(); });
     this.phases = phases.select;
-    const units = choice("Cells", [["rank", "ranks"], ["host", "hosts, by their slowest rank"]], "rank", (value) => { this.unit = value; this.#show(); });
+    const units = choice("Cells", [["rank", "ranks"], ["host", "hosts (slowest rank)"]], "rank", (value) => { this.unit = value; this.#show(); });
     this.units = units.select;
     const steps = choice("Steps", [["100", "newest 100"], ["20", "newest 20"], ["1000", "newest 1,000"]], "100", (value) => { this.steps = Number(value); this.read.now(); });
     const shape = segments("Shape", [["hosts", "Hosts"], ["phases", "All phases"]], "hosts", (value) => { this.shape = value; this.#show(); });
@@ -78,9 +78,13 @@ class HeatView {
 
   async #read() {
     try {
-      const slow = get("/api/read/stragglers").catch(() => null); // of few steps it has no answer
+      const slow = get("/api/read/stragglers");
       const first = this.steps === 100 ? null : Math.max(1, (this.app.overview?.newest_step ?? 0) - this.steps + 1);
       const [answer, places] = await Promise.all([get("/api/read/heat_map", { first }), this.app.places()]);
+      if (answer.level === "none") {
+        this.said.textContent = answer.summary;
+        return;
+      }
       this.heat = fromAnswers(answer, await slow);
       this.answer = answer;
       this.places = places;
@@ -102,7 +106,7 @@ class HeatView {
     this.groups = { host: gather(this.heat, host) };
     if (switches.size) {
       this.groups.switch = gather(this.heat, (rank) => switches.get(host(rank)) ?? "unknown switch");
-      if (this.units.options.length < 3) this.units.append(h("option", { value: "switch" }, "switches, by their slowest rank"));
+      if (this.units.options.length < 3) this.units.append(h("option", { value: "switch" }, "switches (slowest rank)"));
     }
     this.rowOf = new Map(this.heat.ranks.map((rank, i) => [rank, i]));
   }

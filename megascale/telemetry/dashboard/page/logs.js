@@ -62,7 +62,7 @@ export function open(root, app, query) {
       if (got.text) log.textContent = (log.textContent + got.text).slice(-MOST_CHARACTERS);
       if (got.text && (atEnd || state.next === null)) log.scrollTop = log.scrollHeight;
       state.next = got.next;
-      note.textContent = got.next ? "" : "The log is empty.";
+      note.textContent = got.why || (got.next ? "" : "The log is empty.");
     } catch (error) {
       if (!state.closed && rank === state.rank) note.textContent = error.message;
     }

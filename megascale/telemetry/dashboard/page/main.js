@@ -3,7 +3,7 @@
 import { App, paced } from "/page/app.js";
 import { get } from "/page/api.js";
 import { add, fill, h } from "/page/dom.js";
-import { count } from "/page/format.js";
+import { count, sentence } from "/page/format.js";
 import { onTheme, wireTheme } from "/page/theme.js";
 
 const VIEWS = [
@@ -15,6 +15,8 @@ const VIEWS = [
   ["diagnosis", "Diagnosis"],
   ["logs", "Logs"],
 ];
+
+const NEEDS_RUN = new Set(["curves", "heat", "timeline", "space", "diagnosis"]);
 
 const $ = (id) => document.getElementById(id);
 const app = new App();
@@ -41,6 +43,12 @@ async function show() {
   if (query.has("rank")) app.select(Number(query.get("rank")));
   if (shown?.name === name) {
     shown.turn?.(query);
+    return;
+  }
+  if (NEEDS_RUN.has(name) && !app.overview?.revision) {
+    shown?.close?.();
+    shown = null;
+    fill($("main"), h("p", { class: "empty" }, "This view needs a run that has begun; it comes by itself."));
     return;
   }
   const view = await import(`/page/${name}.js`);
@@ -113,11 +121,6 @@ function headlineOf({ level, summary, data }, also) {
   return { level, summary: sentence(worst.summary), also: [also, others].filter(Boolean).join(" ") };
 }
 
-function sentence(text) {
-  const whole = text.charAt(0).toUpperCase() + text.slice(1);
-  return /[.!?…]$/.test(whole) ? whole : `${whole}.`;
-}
-
 const wantHeadline = paced(readHeadline, 2000);
 const wantOverview = paced(() => readOverview().then(wantHeadline).catch(lost), 1000);
 
@@ -170,6 +173,7 @@ onTheme(() => app.tell("theme"));
 app.on("overview", showOverview);
 app.on("headline", showHeadline);
 app.on("rank", showPicked);
+app.on("revision", () => { if (!shown) show(); });
 $("act").addEventListener("click", () => import("/page/act.js").then((act) => act.open($("dialog"), app)));
 $("go").addEventListener("submit", (event) => {
   event.preventDefault();

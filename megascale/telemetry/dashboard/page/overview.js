@@ -22,7 +22,7 @@ export function open(root, app) {
   const curves = h("div", { class: "charts" });
   const left = h("div", { class: "column" });
   const right = h("div", { class: "column" });
-  add(root, [panel("Progress", null, figures), h("div", { class: "two" }, left, right)]);
+  add(root, [h("section", { class: "panel", "aria-label": "Progress" }, figures), h("div", { class: "two" }, left, right)]);
   const show = () => {
     const seen = app.overview;
     if (!seen) return;
@@ -84,7 +84,7 @@ function incidents(seen, app) {
     one.nodes.length ? `, node ${one.nodes.slice(0, 4).join(", ")}` : "", one.step === null ? "" : `, step ${count(one.step)}`,
     h("div", { class: "small muted" }, one.text)));
   const rows = (seen.incidents ?? []).slice(-MOST_ROWS).reverse().map((one) => h("tr", {},
-    h("td", { class: "muted" }, clock(one.unix_s)),
+    h("td", { class: "time" }, clock(one.unix_s)),
     h("td", {}, one.name),
     h("td", {}, h("button", { type: "button", class: "link", on: { click: () => app.select(one.rank) } }, `rank ${one.rank}`)),
     h("td", { class: "number" }, count(one.step)),
@@ -100,7 +100,7 @@ function checkpoints(seen) {
   if (!list.length) return panel("Checkpoints", null, h("p", { class: "empty" }, "None yet."));
   const head = h("tr", {}, h("th", { scope: "col", class: "number" }, "Step"), h("th", { scope: "col" }, "Written"), h("th", { scope: "col" }, "Where"));
   return panel("Checkpoints", null, h("table", {}, h("thead", {}, head), h("tbody", {}, list.map((one) =>
-    h("tr", {}, h("td", { class: "number" }, count(one.step)), h("td", { class: "muted" }, clock(one.unix_s)),
+    h("tr", {}, h("td", { class: "number" }, count(one.step)), h("td", { class: "time" }, clock(one.unix_s)),
       h("td", { class: "cut mono", title: one.path }, one.path.split("/").slice(-1)[0]))))));
 }
 
@@ -123,7 +123,7 @@ function nodes(seen, app) {
     seen.driver.why ? h("p", { class: "warn small" }, seen.driver.why) : null,
     h("div", { class: "node-states" }, [...states].map(([state, n]) => h("span", {}, h("b", {}, count(n)), ` ${state}`))),
     h("table", {}, h("thead", {}, head), h("tbody", {}, rows)),
-    rest > 0 ? h("p", { class: "small muted" }, `${count(rest)} more ${worth.length ? "are well" : ""}`) : null);
+    rest > 0 ? h("p", { class: "small muted" }, `${count(rest)} more${worth.length ? (rest === 1 ? " is well" : " are well") : ""}`) : null);
 }
 
 function about(seen) {

@@ -15,12 +15,14 @@ export function drawScene(context, { scene, camera, marks, links, labels }) {
   context.globalAlpha = loud.length ? 0.5 : 1;
   for (const { box } of quiet) cube(context, camera, box, paint["line-strong"], paint.surface);
   context.globalAlpha = 1;
-  for (const one of links) link(context, camera, one, paint);
   for (const { box } of loud) {
     const colour = [null, paint["warn-fill"], paint.bad, paint.bad][box.state] ?? marks.get(box);
+    context.globalAlpha = box.state === 1 ? 0.55 : 1; // many wait, few are to blame
     cube(context, camera, box, colour, paint.surface);
-    if (box.state && marks.has(box)) outline(context, camera, box, marks.get(box));
+    context.globalAlpha = 1;
+    if (box.state && marks.has(box)) edges(context, camera, box, marks.get(box));
   }
+  for (const one of links) link(context, camera, one, paint);
   for (const { box, at } of drawn) {
     if (box.state >= 2 || labels.has(box)) tag(context, at, labels.get(box) ?? `${box.rank}`, box.state >= 2 ? paint.bad : paint.accent, paint);
   }
@@ -35,18 +37,26 @@ function corners(camera, { tp, dp, pp }) {
   return found;
 }
 
+// The faces that look at the eye, as four corners, and how dark each is.
+function facesOf(c) {
+  const faces = [[4, 5, 6, 7, 0.04], [0, 1, 5, 4, 0.15], [1, 2, 6, 5, 0.23], [2, 3, 7, 6, 0.15], [3, 0, 4, 7, 0.23]];
+  return faces.filter(([a, b, d]) => (c[b][0] - c[a][0]) * (c[d][1] - c[a][1]) - (c[b][1] - c[a][1]) * (c[d][0] - c[a][0]) < 0);
+}
+
+function outlineFace(context, c, face) {
+  context.beginPath();
+  context.moveTo(c[face[0]][0], c[face[0]][1]);
+  for (const i of face.slice(1, 4)) context.lineTo(c[i][0], c[i][1]);
+  context.closePath();
+}
+
 function cube(context, camera, box, colour, ground) {
   const c = corners(camera, box);
-  const faces = [[4, 5, 6, 7, 0.08], [0, 1, 5, 4, 0.3], [1, 2, 6, 5, 0.45], [2, 3, 7, 6, 0.3], [3, 0, 4, 7, 0.45]];
-  const seen = faces.filter(([a, b, d]) => (c[b][0] - c[a][0]) * (c[d][1] - c[a][1]) - (c[b][1] - c[a][1]) * (c[d][0] - c[a][0]) < 0);
-  for (const [a, b, d, e, shade] of seen) {
-    context.beginPath();
-    context.moveTo(c[a][0], c[a][1]);
-    for (const i of [b, d, e]) context.lineTo(c[i][0], c[i][1]);
-    context.closePath();
+  for (const face of facesOf(c)) {
+    outlineFace(context, c, face);
     context.fillStyle = colour;
     context.fill();
-    context.fillStyle = `rgb(0 0 0 / ${shade * 0.5})`;
+    context.fillStyle = `rgb(0 0 0 / ${face[4]})`;
     context.fill();
     if (camera.scale > 9) {
       context.strokeStyle = ground;
@@ -56,13 +66,15 @@ function cube(context, camera, box, colour, ground) {
   }
 }
 
-function outline(context, camera, box, colour) {
-  const [x, y] = camera.point(box.tp, box.dp, box.pp);
+function edges(context, camera, box, colour) {
+  const c = corners(camera, box);
   context.strokeStyle = colour;
-  context.lineWidth = 2.5;
-  context.beginPath();
-  context.arc(x, y, Math.max(9, camera.scale * 0.55), 0, 7);
-  context.stroke();
+  context.lineWidth = camera.scale > 20 ? 3 : 2;
+  context.lineJoin = "round";
+  for (const face of facesOf(c)) {
+    outlineFace(context, c, face);
+    context.stroke();
+  }
 }
 
 function tag(context, [x, y], text, colour, paint) {

@@ -50,7 +50,7 @@ export class Camera {
       const [x, y] = this.turn(a * half.tensor, b * half.data, c * half.pipeline);
       left = Math.min(left, x); right = Math.max(right, x); top = Math.min(top, y); bottom = Math.max(bottom, y);
     }
-    this.scale = Math.min((width - 110) / (right - left), (height - 70) / (bottom - top), 90);
+    this.scale = Math.min((width - 110) / (right - left), (height - 90) / (bottom - top), 120);
     this.cx = width / 2 - ((left + right) / 2) * this.scale;
     this.cy = height / 2 - ((top + bottom) / 2) * this.scale;
   }

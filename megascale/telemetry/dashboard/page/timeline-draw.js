@@ -5,9 +5,9 @@ import { lasting, ticks } from "/page/format.js";
 import { clipped } from "/page/heat-grid.js";
 import { colours } from "/page/theme.js";
 
-export const LEFT = 168;
+export const LEFT = 156;
 export const TOP = 24;
-const LANE = 16; // a lane, at most
+const LANE = 20; // a lane, at most
 const LEAST_LANE = 5; // where they do not fit, a rank is one strip: its lanes lie over each other
 const LEAST_STRIP = 3;
 const GAP = 6; // between ranks
@@ -98,6 +98,9 @@ export class Sheet {
       const isPicked = row.rank === rank;
       this.#row(context, row, y, width, paint, { isPicked, label: r % this.every === 0 || isPicked ? label(row.rank) : null });
     });
+    context.beginPath();
+    context.rect(LEFT, TOP, width - LEFT, height - TOP);
+    context.clip();
     if (chosen !== null) this.#chosen(context, width, chosen, met, paint);
     context.restore();
     this.#axis(context, width, height, paint);
@@ -175,7 +178,7 @@ export class Sheet {
     context.strokeStyle = paint.text;
     for (const { at } of members) context.strokeRect(at.left, at.top, at.wide, at.high);
     for (let n = 0; n + 1 < members.length; n += 1) {
-      if (met.kind === "transfer") arrow(context, end(members[n].at), start(members[n + 1].at));
+      if (met.kind === "transfer") arrow(context, end(members[n].at), end(members[n + 1].at)); // when it has come
       else arrow(context, start(members[n].at), start(members[n + 1].at));
     }
     if (met?.kind === "collective" && met.late !== null && met.wait_us > 1) {

@@ -122,8 +122,7 @@ class TimelineView {
   #draw(context, width, height) {
     if (!this.data) return;
     const mesh = this.places.meshed;
-    const host = (rank) => this.app.hostName(this.places, rank) ?? "";
-    this.sheet.draw(context, width, height, { rank: this.app.rank, chosen: this.chosen, met: this.met, label: (rank) => `${mesh.place(rank)}  ${host(rank)}` });
+    this.sheet.draw(context, width, height, { rank: this.app.rank, chosen: this.chosen, met: this.met, label: (rank) => mesh.place(rank) });
   }
 
   #told(i) {
@@ -132,7 +131,8 @@ class TimelineView {
     for (const [field, name] of [["step", "step"], ["chunk", "chunk"], ["micro_batch", "micro-batch"], ["peer", "peer rank"]]) {
       if (columns[field][i] !== null) lines.push(`${name} ${columns[field][i]}`);
     }
-    if (text("group", i) !== null) lines.push(`${text("op", i) ?? ""} ${text("group", i)} ${columns.seq[i] ?? ""}`.trim());
+    const [op, group] = [text("op", i) ?? "", text("group", i)];
+    if (group !== null) lines.push(`${group.includes(op) ? "" : op} ${group} ${columns.seq[i] ?? ""}`.trim());
     if (text("bucket", i) !== null) lines.push(text("bucket", i));
     const size = columns.num_bytes[i];
     if (size !== null) lines.push(`${bytes(size)}, ${bytes(size / (columns.dur_us[i] / 1e6))}/s`);
