@@ -33,7 +33,8 @@ from tests.distributed import _entry, forkserver
 from tests.train.harness import TINY
 from tests.train.runs import Layout, _settings, _train_rank
 
-AFTER_S = 0.6
+AFTER_S = 1.0
+SETTLED_S = 3 * AFTER_S  # nobody has said anything new for so long
 GROUPS = ("world", "tensor", "data", "pipeline")
 Kind = Literal["stop", "gil", "dead", "sleep", "skip"]
 KINDS: tuple[Kind, ...] = ("stop", "gil", "dead", "sleep", "skip")
@@ -61,18 +62,25 @@ class Fault:
 class _Planted(Hook):
     def __init__(self, fault: Fault, loop: Loop) -> None:
         self._fault, self._groups = fault, loop.assembly.groups
+        self._marker = _marker(loop.folder.path)
 
     def on_step_start(self, step: int) -> None:
         fault = self._fault
         if step != fault.step:
             return
         which = GROUPS.index(fault.group)
+        self._marker.write_text(str(time.monotonic_ns()))
         if fault.kind == "skip":
             leave_out(self._groups, which)
         elif fault.kind == "sleep":
             time.sleep(3600)
         else:
             _before_next(self._groups, which, fault.kind)
+
+
+def _marker(folder: Path) -> Path:
+    """The moment from which on there is the fault: on a busy machine ranks record before, too."""
+    return folder / "fault"
 
 
 def _before_next(groups: Any, which: int, kind: str) -> None:
@@ -157,16 +165,26 @@ class Hanging:
     def records(self, deadline_s: float = 100.0) -> dict[int, Ongoing]:
         """The newest of each rank that has not finished a step since, once all that are to say
         something have, and nobody has said anything new for a while."""
-        give_up_s, before = time.monotonic() + deadline_s, None
+        give_up_s = time.monotonic() + deadline_s
         expected = self.mesh.world_size - (self.fault.kind != "skip")
+        before: dict[int, Ongoing] | None = None
+        since_s = time.monotonic()
         while True:
-            found = {rank: self._newest(rank) for rank in range(self.mesh.world_size)}
-            records = {rank: record for rank, record in found.items() if record is not None}
-            if len(records) >= expected and records == before:
+            records = self._since_the_fault()
+            if records != before:
+                before, since_s = records, time.monotonic()
+            if len(records) >= expected and time.monotonic() - since_s > SETTLED_S:
                 return records
             assert time.monotonic() < give_up_s, f"only ranks {sorted(records)} recorded"
-            before = records
-            time.sleep(AFTER_S)
+            time.sleep(AFTER_S / 2)
+
+    def _since_the_fault(self) -> dict[int, Ongoing]:
+        try:
+            fault_ns = int(_marker(self.folder).read_text() or 0)
+        except FileNotFoundError:
+            return {}
+        found = {rank: self._newest(rank) for rank in range(self.mesh.world_size)}
+        return {rank: one for rank, one in found.items() if one is not None and one.t_ns > fault_ns}
 
     def _newest(self, rank: int) -> Ongoing | None:
         file = line_file(self.folder, rank)

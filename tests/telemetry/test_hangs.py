@@ -35,6 +35,7 @@ def _check(folder: Path, layout: Layout, fault: Fault) -> Stall:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("kind", "group", "rank"),
     [
