@@ -104,6 +104,9 @@ class TelemetryConfig(Section):
         description="a GPU that is out of memory leaves what it held in "
         "RUN/profiles/out-of-memory; costs nothing before",
     )
+    memory_interval: int = Field(
+        100, ge=0, description="every rank says its peak memory every N steps; 0: when it ends"
+    )
     ongoing_after_s: float = Field(
         10.0, gt=0.0, description="a collective waited for so long: the rank records what it is in"
     )

@@ -20,6 +20,7 @@ from megascale.topology import Mesh
 from megascale.train.agreement import check_agreement
 from megascale.train.assemble import Assembly, assemble
 from megascale.train.loop import Loop
+from megascale.train.memory_reports import MemoryReports
 from megascale.train.recording import open_recorder
 from megascale.train.run_folder import RunFolder
 from megascale.train.waterfall.probe import Probe, attach
@@ -75,6 +76,9 @@ def run_rank(
                     assembly = assemble(config, mesh, device, span=span, detail=detail)
                 if probe is not None:
                     recorder.incident("waterfall", gemm_flops=attach(probe, assembly))
+                every = config.telemetry.memory_interval
+                if config.telemetry.enable and every:
+                    recorder.hooks.append(MemoryReports(recorder, device, every))
                 agent = agent_environment()
                 if agent.fault_orders is not None:  # by chaos and tests only
                     from megascale.train.faults import ordered

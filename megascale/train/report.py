@@ -115,7 +115,7 @@ class Reporter:
                 consumed_tokens=values.consumed_samples * seq_len,
                 skipped_steps=self.num_skipped,
                 **cast(Any, self._throughput.rates(self._samples * seq_len, seconds)),
-                **cast(Any, _memory(self.device)),
+                **cast(Any, memory(self.device)),
             )
         )
         self._start_at(moment)
@@ -147,10 +147,10 @@ def resources(assembly: Assembly) -> dict[str, Any]:
         for operator in (ops.all_gather_gemm, ops.gemm_reduce_scatter)
         for problem, form in operator.forms_taken().items()
     }
-    return {**_memory(assembly.device), "forms": forms}
+    return {**memory(assembly.device), "forms": forms}
 
 
-def _memory(device: torch.device) -> dict[str, int | float]:
+def memory(device: torch.device) -> dict[str, int | float]:
     """Fields of `Metrics`: the device's allocator, or the process's peak resident size."""
     if device.type != "cuda":
         import resource

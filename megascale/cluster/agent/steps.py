@@ -20,6 +20,7 @@ from megascale.events import Incident, Step, Sums, parse_line
 MOST_BYTES = 1 << 20  # a call
 MOST_PENDING = 64  # sums whose step has not come
 MOST_PHASES = 64
+_ROUTINE = ("resources",)  # said every so many steps, and no news for the driver
 _WANTED = (b'"kind":"sum"', b'"kind":"step"', b'"kind":"incident"')
 _KIND_WITHIN = 32  # bytes: the kind is the second key of a line
 
@@ -57,7 +58,7 @@ class LineTail:
                 longest = sorted(times, key=lambda name: -times[name])[:MOST_PHASES]
                 phases = {name: times[name] for name in longest}
                 return StepSums(step=step.step, total_ns=step.dur_ns, phases=phases)
-            case Incident() as incident:
+            case Incident() as incident if incident.name not in _ROUTINE:
                 name = re.sub(r"[^\w.:@/+-]", "_", incident.name)[:200] or "unnamed"
                 return Noticed(name=name, step=incident.step, detail=_bounded(incident.detail))
         return None

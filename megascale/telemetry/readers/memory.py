@@ -1,7 +1,8 @@
 """Memory: its peak over time, allocations that were tried again, and failures.
 
-The rank that writes metrics says its own memory with every line; every rank says its peak when it
-ends (incident "resources") and that it ran out (any incident named "...memory").
+The rank that writes metrics says its own memory with every line; every rank says its peak every
+`telemetry.memory_interval` steps and when it ends (incident "resources"), and that it ran out (any
+incident named "...memory").
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megascale.events import Incident
+from megascale.telemetry.diagnose.memory_growth import Growing, growing_memory
 from megascale.telemetry.readers.answer import Answer, Window
 from megascale.telemetry.readers.asking import hosts
 from megascale.telemetry.shown import counted, named, percent, table
@@ -30,7 +32,10 @@ def ask(run: Run, window: Window) -> Answer:
     ]
     incidents = run.incidents()
     out = [i for _, i in incidents if i.name.endswith("memory")]
-    newest = {i.rank: i.detail for _, i in incidents if i.name == "resources"}
+    newest_start = max((start for start, _ in incidents), default=0)
+    said = [i for start, i in incidents if i.name == "resources" and start == newest_start]
+    newest = {i.rank: i.detail for i in said}
+    growing = _growing(said)
     retries = {r: int(d.get("num_alloc_retries") or 0) for r, d in newest.items()}
     retries = {r: n for r, n in retries.items() if n}
     full = {
@@ -38,10 +43,10 @@ def ask(run: Run, window: Window) -> Answer:
     }
     logged = max((int(m.get("num_alloc_retries") or 0) for m in lines), default=0)
     fraction = max((float(m.get("memory_fraction") or 0) for m in lines), default=0.0)
-    pressed = bool(retries or logged or full or fraction >= FULL)
+    pressed = bool(retries or logged or full or growing or fraction >= FULL)
     return Answer(
         level="alert" if out else "notice" if pressed else "ok",
-        summary=_sentence(run, lines, out, retries, full, logged),
+        summary=_sentence(run, lines, out, retries, full, logged, growing),
         data={
             "first_step": first,
             "last_step": last,
@@ -52,6 +57,7 @@ def ask(run: Run, window: Window) -> Answer:
             "ranks": sorted(newest),
             "rank_memory_bytes": [newest[r].get("memory_bytes") for r in sorted(newest)],
             "rank_alloc_retries": [newest[r].get("num_alloc_retries") for r in sorted(newest)],
+            "growing": [vars(one) for one in growing],
             "out_of_memory": [
                 {"rank": i.rank, "step": i.step, "name": i.name, "detail": dict(i.detail)}
                 for i in out
@@ -60,6 +66,30 @@ def ask(run: Run, window: Window) -> Answer:
         lines=_lines(newest, hosts(run)),
         caveats=run.caveats() + _unknown(lines, newest),
     )
+
+
+def _growing(said: Sequence[Incident]) -> list[Growing]:
+    seen: dict[int, list[tuple[int, int]]] = {}
+    limit_bytes: dict[int, float] = {}
+    for one in said:
+        size, share = one.detail.get("memory_bytes"), one.detail.get("memory_fraction")
+        if one.step is None or not size:
+            continue
+        seen.setdefault(one.rank, []).append((one.step, int(size)))
+        if share:
+            limit_bytes[one.rank] = size / share
+    return growing_memory(seen, limit_bytes)
+
+
+def _grows(run: Run, growing: Sequence[Growing]) -> str:
+    top = growing[0]
+    told = (
+        f"memory of {named(sorted(one.rank for one in growing))} grows by up to "
+        f"{format_bytes(top.bytes_a_step)} a step (rank {top.rank} on host "
+        f"{hosts(run).get(top.rank, '?')}: {format_bytes(top.now_bytes)} now)"
+    )
+    full = min((one.full_at_step for one in growing if one.full_at_step), default=None)
+    return told if full is None else f"{told}; full at step {full}"
 
 
 def _unknown(lines: Sequence[dict[str, Any]], newest: dict[int, Any]) -> list[str]:
@@ -78,6 +108,7 @@ def _sentence(
     retries: dict[int, int],
     full: dict[int, float],
     logged: int,
+    growing: Sequence[Growing],
 ) -> str:
     told = []
     if out:
@@ -91,6 +122,8 @@ def _sentence(
         )
     elif logged:
         told.append(f"the writing rank had allocations tried again {counted(logged, 'time')}")
+    if growing:
+        told.append(_grows(run, growing))
     if full:
         told.append(
             f"{named(sorted(full))} filled up to {percent(max(full.values()))} of the device"

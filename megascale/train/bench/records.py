@@ -34,7 +34,7 @@ class RankRecord:
 
     @property
     def resources(self) -> Mapping[str, Any]:
-        return self.said["resources"][0]
+        return self.said["resources"][-1]
 
     def host_s(self, step: int) -> float | None:
         """Time in which the host launched `step`, without what it waited for data."""
