@@ -6,8 +6,8 @@ another one where somebody put a new file in its place.
 
 Only whole lines are taken, so what a crash tore is never sent: the next writer cuts it off. A file
 that lost what had been read of it (a host without power) goes on from its new end, a `CUT` higher.
-Undetected stays one that was cut and has grown past its old length before anybody looked, unless
-the byte before the place to read on shows it: what was read ended with a newline.
+One that was cut or replaced and has grown past its old length before anybody looked is known by the
+byte before the place to read on, which was a newline; where one is there by chance, it is not.
 
 Cost: a stat a look for a file that has not grown; memory of one message.
 """
@@ -53,7 +53,7 @@ class LineFile:
     def __init__(self, path: Path, rank: int) -> None:
         self.path, self.rank = path, rank
         self.source: str | None = None
-        self._text, self._first_line = str(path), b""
+        self._text, self._inode = str(path), -1
         self._offset = self._num_cuts = 0
         self._searched = 0  # of a line that is too long: where its end was looked for
         self._seen: tuple[int, ...] | None = None  # nothing is new while these stay
@@ -86,33 +86,33 @@ class LineFile:
         """The next whole lines, about `most_bytes` of them, and go behind them; None where there
         are none yet. A file that has become another is read from its beginning; `source` says so.
         OSError: it cannot be read."""
-        state = _state(os.stat(self._text))
+        stat = os.stat(self._text)
+        state = inode, size, _ = stat.st_ino, stat.st_size, stat.st_mtime_ns
         if state == self._seen:
             return None
         descriptor = os.open(self._text, os.O_RDONLY)
         try:
-            if not self._is_same(descriptor, state[1]):
+            has_only_grown = inode == self._inode and size > self._offset
+            if not has_only_grown and not self._look_again(descriptor, inode, size):
                 return None
             message = self._next(descriptor, most_bytes)
-            if message is None or self._offset == state[1]:
+            if message is None or self._offset == size:
                 self._seen = state
             return message
         finally:
             os.close(descriptor)
 
-    def _is_same(self, descriptor: int, size: int) -> bool:
+    def _look_again(self, descriptor: int, inode: int, size: int) -> bool:
         """Go to where this file is read on, if it is not the one that it was; False while nobody
         knows what it is."""
-        known = self._first_line
-        if not known or os.pread(descriptor, len(known), 0) != known:
-            source = self._identify(descriptor)
-            if source is None:
-                return False
-            if self.source is not None and source != self.source:
-                self.go_to(0)
-            self.source = source
+        source = self._identify(descriptor)
+        if source is None:
+            return False
+        if self.source is not None and source != self.source:
+            self.go_to(0)
         if size < self._offset:
             self.go_to((self._num_cuts + 1) * CUT + _last_line_end(descriptor, size))
+        self.source, self._inode = source, inode
         return True
 
     def _next(self, descriptor: int, most_bytes: int) -> Message | None:
@@ -135,12 +135,16 @@ class LineFile:
 
     def _bytes_from_here(self, descriptor: int, most_bytes: int) -> bytes:
         """What was read ended with a newline. Where none is, somebody wrote the file anew, and it
-        is read again from its beginning."""
+        is read from its beginning."""
         if self._offset:
             data = os.pread(descriptor, most_bytes + 1, self._offset - 1)
             if data[:1] == b"\n":
                 return data[1:]
-            self.go_to((self._num_cuts + 1) * CUT)
+            source = self._identify(descriptor)
+            if not data or source is None:
+                return b""  # it is being written
+            self.go_to((self._num_cuts + 1) * CUT if source == self.source else 0)
+            self.source = source
         return os.pread(descriptor, most_bytes, 0)
 
     def _pass_over(self, descriptor: int) -> Message | None:
@@ -162,13 +166,8 @@ class LineFile:
         end = first.find(b"\n") + 1 or _FIRST_BYTES
         if end > len(first):
             return None
-        self._first_line = first[:end]
-        digest = hashlib.blake2b(self._first_line, digest_size=8).hexdigest()
+        digest = hashlib.blake2b(first[:end], digest_size=8).hexdigest()
         return f"{self.path.name}{SEPARATOR}{digest}"
-
-
-def _state(stat: os.stat_result) -> tuple[int, ...]:
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _last_line_end(descriptor: int, size: int) -> int:

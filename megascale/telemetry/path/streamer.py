@@ -18,7 +18,7 @@ from pathlib import Path
 from megascale.telemetry.path.line_files import LineFile, list_line_files, telemetry_folder
 from megascale.telemetry.path.queue import Message, Queue, QueueError
 
-INTERVAL_S = 0.5
+INTERVAL_S = 1.0
 SETTLE_S = 2.0  # after a queue lost something: the store says meanwhile what it has
 FINISH_S = 3.0
 BATCH_BYTES = 4 << 20

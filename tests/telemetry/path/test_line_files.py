@@ -109,6 +109,16 @@ def test_another_file_that_begins_alike_is_read_anew(path: Path) -> None:
     assert read_all(file) == [(CUT, b"head\nsomething\n", 0)]
 
 
+def test_another_file_that_has_grown_past_the_old_one(path: Path) -> None:
+    file = LineFile(path, 7)
+    path.write_bytes(b"head 1\none\n")
+    read_all(file)
+    first = file.source
+    path.write_bytes(b"head 2\nsomething\n")
+    assert read_all(file) == [(0, b"head 2\nsomething\n", 0)]
+    assert file.source != first
+
+
 def test_which_files_there_are(tmp_path: Path) -> None:
     assert list_line_files(tmp_path) == {}
     folder = tmp_path / "telemetry"
