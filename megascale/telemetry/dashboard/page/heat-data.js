@@ -15,7 +15,7 @@ export function fromAnswers({ data }, stragglers) {
   slow.ranks.forEach((rank, i) => {
     if (!known.has(rank)) outliers.push({ dimension: "rank", value: String(rank), phase: COMPUTE, share: slow.share[i], num_ranks: 1, waits: false });
   });
-  return { ranks, phases, ms, totals, outliers, waiting: data.outliers.filter((one) => one.waits) };
+  return { ranks, phases, ms, totals, relative: [], outliers, waiting: data.outliers.filter((one) => one.waits) };
 }
 
 // The phase to look at first: what ranks do themselves.
@@ -31,6 +31,11 @@ function median(values) {
 
 // Each rank's time through the median of its pipeline stage: stages do different work.
 export function relative(heat, phase, mesh) {
+  heat.relative[phase] ??= throughUsual(heat, phase, mesh);
+  return heat.relative[phase];
+}
+
+function throughUsual(heat, phase, mesh) {
   const column = heat.ms[phase];
   const stages = new Map();
   heat.ranks.forEach((rank, i) => {

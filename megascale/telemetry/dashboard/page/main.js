@@ -65,6 +65,7 @@ function showOverview() {
   $("name").textContent = seen.name ?? seen.run_dir;
   $("name").title = seen.run_dir;
   $("act").hidden = !seen.may_write;
+  mark("overview");
 }
 
 function showHeadline() {
@@ -72,6 +73,12 @@ function showHeadline() {
   $("headline").dataset.level = level;
   fill($("headline"), h("span", { class: "sign", "aria-hidden": "true" }),
     h("div", {}, h("p", { title: summary }, summary), also ? h("p", { class: "also" }, also) : null));
+  if (level !== "waiting") mark("headline");
+}
+
+// When something was there first: what the page is measured by.
+function mark(name) {
+  if (!performance.getEntriesByName(`megascale-${name}`).length) performance.mark(`megascale-${name}`);
 }
 
 function showPicked() {

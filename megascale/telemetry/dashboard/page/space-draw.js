@@ -5,6 +5,7 @@ import { SHORT } from "/page/mesh.js";
 import { colours } from "/page/theme.js";
 
 const FILL = 0.62; // of its place, a box
+const SHADES = [0.04, 0.15, 0.23]; // how much darker the top, the front and the side of a box are
 
 export function drawScene(context, { scene, camera, marks, links, labels }) {
   const paint = colours();
@@ -13,12 +14,12 @@ export function drawScene(context, { scene, camera, marks, links, labels }) {
   const quiet = drawn.filter(({ box }) => !marks.has(box) && box.state === 0);
   const loud = drawn.filter(({ box }) => marks.has(box) || box.state > 0).sort((a, b) => a.box.state - b.box.state || a.at[2] - b.at[2]);
   context.globalAlpha = loud.length ? 0.5 : 1;
-  for (const { box } of quiet) cube(context, camera, box, paint["line-strong"], paint.surface);
+  for (const { box } of quiet) cube(context, camera, box, shadesOf(context, paint["line-strong"]), paint.surface);
   context.globalAlpha = 1;
   for (const { box } of loud) {
     const colour = [null, paint["warn-fill"], paint.bad, paint.bad][box.state] ?? marks.get(box);
     context.globalAlpha = box.state === 1 ? 0.55 : 1; // many wait, few are to blame
-    cube(context, camera, box, colour, paint.surface);
+    cube(context, camera, box, shadesOf(context, colour), paint.surface);
     context.globalAlpha = 1;
     if (box.state && marks.has(box)) edges(context, camera, box, marks.get(box));
   }
@@ -37,9 +38,9 @@ function corners(camera, { tp, dp, pp }) {
   return found;
 }
 
-// The faces that look at the eye, as four corners, and how dark each is.
+// The faces that look at the eye, as four corners, and which of SHADES each has.
 function facesOf(c) {
-  const faces = [[4, 5, 6, 7, 0.04], [0, 1, 5, 4, 0.15], [1, 2, 6, 5, 0.23], [2, 3, 7, 6, 0.15], [3, 0, 4, 7, 0.23]];
+  const faces = [[4, 5, 6, 7, 0], [0, 1, 5, 4, 1], [1, 2, 6, 5, 2], [2, 3, 7, 6, 1], [3, 0, 4, 7, 2]];
   return faces.filter(([a, b, d]) => (c[b][0] - c[a][0]) * (c[d][1] - c[a][1]) - (c[b][1] - c[a][1]) * (c[d][0] - c[a][0]) < 0);
 }
 
@@ -50,20 +51,30 @@ function outlineFace(context, c, face) {
   context.closePath();
 }
 
-function cube(context, camera, box, colour, ground) {
+function cube(context, camera, box, shades, ground) {
   const c = corners(camera, box);
   for (const face of facesOf(c)) {
     outlineFace(context, c, face);
-    context.fillStyle = colour;
+    context.fillStyle = shades[face[4]];
     context.fill();
-    context.fillStyle = `rgb(0 0 0 / ${face[4]})`;
-    context.fill();
-    if (camera.scale > 9) {
+    if (camera.scale > 24) {
       context.strokeStyle = ground;
       context.lineWidth = 0.7;
       context.stroke();
     }
   }
+}
+
+// A colour of the style sheet on the three kinds of faces: top, front, side.
+const known = new Map();
+
+function shadesOf(context, colour) {
+  if (!known.has(colour)) {
+    context.fillStyle = colour; // which makes #rrggbb of it
+    const [r, g, b] = [1, 3, 5].map((at) => parseInt(context.fillStyle.slice(at, at + 2), 16));
+    known.set(colour, SHADES.map((dark) => `rgb(${[r, g, b].map((one) => Math.round(one * (1 - dark))).join(" ")})`));
+  }
+  return known.get(colour);
 }
 
 function edges(context, camera, box, colour) {
@@ -144,8 +155,8 @@ function axes(context, camera, scene, paint) {
     context.stroke();
     context.fillStyle = paint.muted;
     if (shape[axis] > 1) {
-      context.fillText(`${low}`, x0, y0 + 10);
-      context.fillText(`${high}`, x1, y1 + (axis === "pipeline" ? -10 : 10));
+      context.fillText(`${low}`, x0 - (axis === "data" ? 8 : 0), y0 + 11);
+      context.fillText(`${high}`, x1 + (axis === "data" ? 16 : 0), y1 + (axis === "pipeline" ? -10 : axis === "data" ? 4 : 11));
     }
     context.fillStyle = workColour(axis);
     context.fillText(SHORT[axis], (x0 + x1) / 2 - (axis === "pipeline" ? 18 : 0), (y0 + y1) / 2 + (axis === "pipeline" ? 0 : 14));

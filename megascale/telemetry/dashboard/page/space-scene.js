@@ -8,7 +8,7 @@ export const AT_ONCE = 24; // places along an axis
 // How loud a rank's state is: a box shows the loudest of its ranks.
 export const STATES = ["idle", "waiting", "error", "silent"];
 
-// {boxes, shape}: a box is {tp, dp, pp, first, each, rank, state}, `rank` the loudest of its ranks.
+// {boxes, boxOf(rank), shape}: a box is {tp, dp, pp, first, each, rank, state}, `rank` the loudest of its ranks.
 export function boxesOf(mesh, stateOf, { zoom, focus }) {
   const each = Math.max(1, Math.ceil(mesh.data / (AT_ONCE * zoom)));
   const number = Math.min(AT_ONCE, Math.ceil(mesh.data / each));
@@ -32,7 +32,12 @@ export function boxesOf(mesh, stateOf, { zoom, focus }) {
       }
     }
   }
-  return { boxes, shape: { tensor: mesh.tensor, data: number, pipeline: mesh.pipeline }, each, begin: begin * each };
+  const boxOf = (rank) => {
+    const at = Math.floor(mesh.at(rank, "data") / each) - begin;
+    const place = (mesh.at(rank, "pipeline") * number + at) * mesh.tensor + mesh.at(rank, "tensor");
+    return at >= 0 && at < number ? boxes[place] : null;
+  };
+  return { boxes, boxOf, shape: { tensor: mesh.tensor, data: number, pipeline: mesh.pipeline }, each, begin: begin * each };
 }
 
 export class Camera {

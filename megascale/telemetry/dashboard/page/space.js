@@ -99,12 +99,6 @@ class SpaceView {
     this.surface.redraw();
   }
 
-  #boxOf(rank) {
-    const mesh = this.places.meshed;
-    const dp = mesh.at(rank, "data");
-    return this.scene.boxes.find((box) => box.tp === mesh.at(rank, "tensor") && box.pp === mesh.at(rank, "pipeline") && dp >= box.first && dp < box.first + box.each) ?? null;
-  }
-
   #draw(context, width, height) {
     if (!this.scene) return;
     this.camera.fit(this.scene.shape, width, height);
@@ -122,14 +116,14 @@ class SpaceView {
     const mesh = this.places.meshed;
     for (const axis of ["data", "tensor", "pipeline"]) {
       if (mesh[axis] < 2) continue;
-      const group = mesh.group(rank, axis).map((one) => this.#boxOf(one)).filter((box, i, all) => box && all.indexOf(box) === i);
+      const group = mesh.group(rank, axis).map((one) => this.scene.boxOf(one)).filter((box, i, all) => box && all.indexOf(box) === i);
       for (const box of group) marks.set(box, workColour(axis));
       for (let i = 0; i + 1 < group.length; i += 1) {
         links.push({ from: group[i], to: group[i + 1], colour: workColour(axis) });
         if (axis === "pipeline") links.push({ from: group[i + 1], to: group[i], colour: workColour(axis), dashed: true });
       }
     }
-    const own = this.#boxOf(rank);
+    const own = this.scene.boxOf(rank);
     if (own) {
       marks.set(own, workColour("forward"));
       labels.set(own, `${rank}`);

@@ -18,9 +18,11 @@ export function rowsOf(columns, ranks) {
     streams.get(stream).push(i);
   });
   const rows = ranks.map((rank) => ({ rank, lanes: lanesOf(byRank.get(rank), columns) }));
+  const at = new Map(); // of a span: its row and lane
+  rows.forEach((row) => row.lanes.forEach((lane, l) => lane.spans.forEach((i) => at.set(i, [row, l]))));
   let end = 0;
   for (let i = 0; i < columns.rank.length; i += 1) end = Math.max(end, columns.t0_us[i] + columns.dur_us[i]);
-  return { columns, rows, begin: 0, end: Math.max(end, 1), text };
+  return { columns, rows, at, begin: 0, end: Math.max(end, 1), text };
 }
 
 function lanesOf(streams, { t0_us: begin, dur_us: length }) {

@@ -92,11 +92,13 @@ export class Sheet {
     context.beginPath();
     context.rect(0, TOP, width, height - TOP);
     context.clip();
+    const picked = this.data.rows.find((row) => row.rank === rank);
     this.data.rows.forEach((row, r) => {
       const y = TOP + row.y - this.y;
       if (y > height || y + row.height < TOP) return;
-      const isPicked = row.rank === rank;
-      this.#row(context, row, y, width, paint, { isPicked, label: r % this.every === 0 || isPicked ? label(row.rank) : null });
+      const isHidden = this.dense && picked && picked !== row && Math.abs(picked.y - row.y) < LABEL;
+      const isNamed = row === picked || (r % this.every === 0 && !isHidden);
+      this.#row(context, row, y, width, paint, { isPicked: row === picked, label: isNamed ? label(row.rank) : null });
     });
     context.beginPath();
     context.rect(LEFT, TOP, width - LEFT, height - TOP);
@@ -113,13 +115,14 @@ export class Sheet {
     if (label !== null) this.#name(context, row, y, paint, isPicked, label);
     context.font = `10px ${paint.font}`;
     row.lanes.forEach((lane, l) => {
+      if (this.dense && l && lane.stream !== "data") return;
       const [top, high] = this.strip(l);
       this.#lane(context, lane, y + top, high, width, paint);
     });
   }
 
   #name(context, row, y, paint, isPicked, label) {
-    const middle = y + Math.min(row.height / 2, 10);
+    const middle = Math.max(y + Math.min(row.height / 2, 10), y === TOP ? y + LABEL / 2 : 0);
     const name = `${row.rank}`;
     context.textBaseline = "middle";
     context.textAlign = "left";
@@ -162,10 +165,9 @@ export class Sheet {
 
   // Left, top, width of span `i`; null where its row is not there.
   box(i, width) {
-    const { columns, rows } = this.data;
-    const row = rows.find((one) => one.rank === columns.rank[i]);
-    const l = row?.lanes.findIndex((lane) => lane.spans.includes(i)) ?? -1;
-    if (l < 0) return null;
+    const { columns } = this.data;
+    const [row, l] = this.data.at.get(i) ?? [];
+    if (!row) return null;
     const left = this.x(columns.t0_us[i], width);
     const [top, high] = this.strip(l);
     return { left, top: TOP + row.y - this.y + top, high, wide: Math.max(1, this.x(columns.t0_us[i] + columns.dur_us[i], width) - left) };
