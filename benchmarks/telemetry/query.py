@@ -75,7 +75,9 @@ def _measure(folder: Path, slow: int, rows: Rows) -> int:
         first, last = run.steps()
         first_s, means = _timed(lambda: run.phase_means(first, last))
         _check(run, means, first, last)
+        cpu_s = time.process_time()
         times = [_timed(lambda: run.phase_means(first, last))[0] for _ in range(ROUNDS)]
+        cpu_s = (time.process_time() - cpu_s) / ROUNDS
         num_phases = len([name for name in means.phases if name != "gc"])
         size = f"{last - first + 1} steps x {num_phases} phases"
         shared: dict[str, Any] = {
@@ -88,6 +90,7 @@ def _measure(folder: Path, slow: int, rows: Rows) -> int:
         met = rows.add(
             "heat map query", "s", statistics.median(times), "<=", MOST_QUERY_S,
             opened_s=round(opened_s, 3), first_s=round(first_s, 3), worst_s=round(max(times), 3),
+            cpu_s=round(cpu_s, 3),
             **shared,
         )  # fmt: skip
         for name in PAGES:

@@ -19,6 +19,7 @@ from megascale.errors import DataError, require_extra
 from megascale.telemetry.store.segments import Segment, live_segments
 from megascale.telemetry.store.tables import TABLES
 
+RANK_BITS = 16  # up to so many ranks (2 to the power of it) are grouped by an array, not by hashes
 _ATTEMPTS = 5
 _OF_STEPS = ("steps", "sums", "spans")
 _SQL_TYPES = {
@@ -45,6 +46,7 @@ class Store:
         self._connection = duckdb.connect(":memory:")
         self._connection.execute(f"SET threads = {len(os.sched_getaffinity(0))}")
         self._connection.execute("SET preserve_insertion_order = false")
+        self._connection.execute(f"SET perfect_ht_threshold = {RANK_BITS}")
         if not self.refresh():
             self._make_views()
 
