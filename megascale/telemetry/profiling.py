@@ -21,8 +21,13 @@ LEAD_S = 3.0
 _STEPS_UNDER_WAY = 2
 _WAIT_S = 120.0  # beyond the steps themselves: starting a profiler, writing its file
 _LOOK_INTERVAL_S = 0.2
+_FIRST_STEP_S = 10.0  # of patience with a run that has just begun
 _TAIL_BYTES = 1 << 20
 _MOST_LISTED = 16
+
+
+class NoStepYetError(DataError):
+    """The run has ranks, and none has finished a step."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ def profile_run(
     say: Callable[[str], object] = print,
 ) -> None:
     """Ask, wait, and say where the files lie. LaunchError: a rank refused or did not answer."""
-    moment = where_is(run_dir)
+    moment = _when_it_steps(run_dir)
     wanted = list(range(moment.world_size)) if ranks is None else sorted(set(ranks))
     strangers = [rank for rank in wanted if not 0 <= rank < moment.world_size]
     if strangers:
@@ -74,6 +79,19 @@ def profile_run(
     _judge(run_dir, chosen, wanted, answers, limit_s)
 
 
+def _when_it_steps(run_dir: Path) -> Moment:
+    """A device's steps are in the file a step and a flush later than in the log, and the first one
+    compiles: whoever asks right then waits a little."""
+    give_up_s = time.monotonic() + _FIRST_STEP_S
+    while True:
+        try:
+            return where_is(run_dir)
+        except NoStepYetError:
+            if time.monotonic() >= give_up_s:
+                raise
+        time.sleep(_LOOK_INTERVAL_S)
+
+
 def where_is(run_dir: Path) -> Moment:
     """Of the run in `run_dir`, from the end of a rank's file. DataError: it has no step yet."""
     files = sorted((run_dir / "telemetry").glob("rank_*.jsonl"))
@@ -93,9 +111,7 @@ def where_is(run_dir: Path) -> Moment:
         with files[0].open("rb") as file:
             header = parse_line(file.readline())
     if not isinstance(step, Step) or not isinstance(header, Header):
-        raise DataError(
-            f"{run_dir} has finished no step yet; ask again when metrics.jsonl has its first line"
-        )
+        raise NoStepYetError(f"{run_dir} has finished no step yet; ask again when it has")
     return Moment(step.step, step.dur_ns / 1e9, header.world_size)
 
 
