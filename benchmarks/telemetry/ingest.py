@@ -11,7 +11,8 @@ always on  what `--ranks` ranks write at one step a second, 10 phases: line file
 loss       events lost and events doubled while ranks write and store, streamer and redis-server are
            killed at random, `--kills` times; compared one by one with the line files
 
-CPU time and not wall clock is what is measured, so other load on the machine changes little.
+CPU time and not wall clock is what is measured; a machine that is shared by many costs some of it
+all the same (caches, hyperthreads), so `load` lies with each row.
 """
 
 from __future__ import annotations
@@ -256,10 +257,11 @@ def main() -> int:
     origin = Origin.here(num_ranks=1, on_gpus=False, command=command, given_commit=None)
     for line in given.lines:
         for measure in work[line]:
+            load = round(os.getloadavg()[0], 2)  # of whatever else runs here
             row = measure()
             value, target = row["value"], row["target"]
             met = value >= target["value"] if target["op"] == ">=" else value <= target["value"]
-            whole = {"bench": "telemetry", **row, "met": met, **origin.now()}
+            whole = {"bench": "telemetry", **row, "met": met, "load": load, **origin.now()}
             with given.output.open("a") as file:
                 file.write(json.dumps(whole) + "\n")
             told = f"{value} {row['metric']}, {target['op']} {target['value']}"
