@@ -19,7 +19,7 @@ from megascale.telemetry.readers.answer import Reader, Window
 from megascale.telemetry.store.run import Run
 
 MOST_TOLD = 20  # new incidents of one event
-FIRST = ("summary",)  # readers that every page asks
+FIRST = ("hang", "summary")  # readers that every page asks, in this order
 
 
 class State:
@@ -102,9 +102,8 @@ class State:
 
     def _warm(self) -> None:
         """Ask what every page asks first, while the person still opens it."""
-        for name in set(FIRST) & self.readers.keys():
-            reader = self.readers[name]
-            self.live.ask(key_of(name, {}), partial(read, reader=reader, window=Window()))
+        for reader in (self.readers[name] for name in FIRST if name in self.readers):
+            self.live.ask(key_of(reader.name, {}), partial(read, reader=reader, window=Window()))
 
     def _on_driver(self, seen: DriverSeen) -> None:
         status = seen.status or {}

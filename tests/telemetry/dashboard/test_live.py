@@ -114,6 +114,7 @@ def test_the_same_question_of_a_revision_is_answered_once() -> None:
     assert len(asked) == 3
 
 
+@pytest.mark.full
 def test_an_answer_that_took_long_is_given_for_longer_though_the_run_went_on() -> None:
     def slowly(_run: Run) -> Body:
         time.sleep(0.1)

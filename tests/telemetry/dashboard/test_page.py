@@ -18,7 +18,7 @@ from tests.telemetry.dashboard.served import TOKEN, FakeDriver, dashboard, make_
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 VIEWS = ("overview", "curves", "heat", "timeline", "space", "diagnosis", "logs")
 
 
@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_a_run_that_grows_is_seen_to_grow(browser: Browser, tmp_path: Path) -> None:
     folder = tmp_path / "live"
     with dashboard(folder) as server, opened_page(browser, server) as page:
-        page.locator("#headline").filter(has_text="there is no folder").wait_for()
+        page.locator("#headline").filter(has_text="There is no folder").wait_for()
         shot(page, "waiting")
         make_run(folder, num_steps=20)
         page.locator("#live").filter(has_text="step 20").wait_for()
@@ -81,6 +81,7 @@ def test_every_view_by_keyboard_alone(browser: Browser, server: Server) -> None:
             "3D",
             "Logs",
         ]
+        page.keyboard.press("Escape")  # out of a field, where a digit is a digit
         for number, name in enumerate(VIEWS, 1):
             page.keyboard.press(str(number))
             until_true(page, "(name) => globalThis.megascale.shown === name", name)
@@ -190,11 +191,11 @@ def test_with_the_token_a_person_acts_and_without_nothing_is_offered(
             page.get_by_text("needs the header").wait_for()
             page.get_by_label("Token").fill(TOKEN)
             page.get_by_role("button", name="Unlock").click()
-            page.get_by_label("Steps").fill("2")
+            page.get_by_role("spinbutton", name="Steps").fill("2")
             page.get_by_role("button", name="Ask", exact=True).click()
             page.get_by_text("16 ranks are asked for spans of steps").wait_for()
-            page.get_by_label("Node").fill("n1")
-            page.get_by_label("Why").fill("slow")
+            page.get_by_role("textbox", name="Node").fill("n1")
+            page.get_by_role("textbox", name="Why").fill("slow")
             shot(page, "act")
             page.get_by_role("button", name="Evict").click()
             page.get_by_text("The driver has it").wait_for()

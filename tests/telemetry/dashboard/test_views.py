@@ -27,7 +27,7 @@ from tests.telemetry.dashboard.served import FakeDriver, dashboard, make_run, op
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 SLOW, LATE, SILENT = 5, 6, 9
 
 

@@ -72,7 +72,7 @@ function evicting(app) {
   const nodes = app.overview?.driver?.status?.nodes ?? [];
   if (!nodes.length) return null;
   const mine = app.rank === null ? null : nodes.find((node) => node.ranks && node.ranks[0] <= app.rank && app.rank <= node.ranks[1]);
-  const node = h("input", { type: "text", required: true, value: mine?.node ?? "", list: "nodes" });
+  const node = h("input", { type: "text", required: true, value: mine?.node ?? "" });
   const reason = h("input", { type: "text", required: true, maxlength: "300" });
   const said = h("p", { class: "small muted", role: "status" }, "The job restarts without it; it does not come back.");
   const form = h("form", {}, h("h3", {}, "Evict a node"), h("label", {}, "Node", node), h("label", {}, "Why", reason), said,

@@ -62,7 +62,7 @@ async function show() {
 
 function showOverview() {
   const seen = app.overview;
-  $("name").textContent = seen.name ?? seen.run_dir;
+  $("name").textContent = seen.name ?? seen.run_dir.split("/").at(-1);
   $("name").title = seen.run_dir;
   $("act").hidden = !seen.may_write;
   mark("overview");
@@ -109,15 +109,25 @@ async function readHeadline() {
   const open = seen?.driver?.status?.incidents?.length ?? 0;
   const also = open ? `The driver acts on ${count(open)} incident${open > 1 ? "s" : ""}.` : "";
   if (!seen || seen.revision === 0) {
-    app.headline = { level: "waiting", summary: seen?.why ?? "The run has not been read yet", also };
+    app.headline = { level: "waiting", summary: sentence(seen?.why || "the run has not been read yet"), also };
   } else {
     try {
+      if (!app.headline || app.headline.level === "waiting") await readHang();
       app.headline = headlineOf(await get("/api/read/summary"), seen.why ? `What is shown may be old: ${seen.why}` : also);
     } catch (error) {
       app.headline = { level: "notice", summary: error.message, also };
     }
   }
   app.tell("headline", app.headline);
+}
+
+// A run that stands still is known at once; the whole summary of 12,288 ranks takes seconds.
+async function readHang() {
+  const { level, summary } = await get("/api/read/hang");
+  if (level === "alert") {
+    app.headline = { level, summary: sentence(summary), also: "" };
+    app.tell("headline", app.headline);
+  }
 }
 
 // What is wrong comes before how fast it goes: the worst finding is the sentence.
