@@ -216,7 +216,7 @@ def test_diagnosis_has_what_is_wrong_first(browser: Browser, slow: Server) -> No
         first = page.locator(".answer").first
         assert first.get_attribute("data-level") == "alert"
         stragglers = page.locator('.answer[data-reader="stragglers"]')
-        assert f"rank {SLOW}" in stragglers.inner_text()
+        assert f"Rank {SLOW} on host" in stragglers.inner_text()
         stragglers.locator("summary").click()
         assert f'"ranks": [{SLOW}]' in stragglers.locator("pre").inner_text()
         shot(page, "diagnosis-light")

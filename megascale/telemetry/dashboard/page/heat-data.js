@@ -25,7 +25,7 @@ export function firstPhase(heat) {
 }
 
 function median(values) {
-  const known = values.filter((one) => !Number.isNaN(one)).sort();
+  const known = values.filter((one) => !Number.isNaN(one)).sort(); // typed: by value
   return known.length ? known[known.length >> 1] : NaN;
 }
 
@@ -33,6 +33,17 @@ function median(values) {
 export function relative(heat, phase, mesh) {
   heat.relative[phase] ??= throughUsual(heat, phase, mesh);
   return heat.relative[phase];
+}
+
+// Each rank's milliseconds beyond those of the median of its pipeline stage.
+export function beyond(heat, phase, mesh) {
+  const through = relative(heat, phase, mesh);
+  return heat.ms[phase].map((ms, i) => (Number.isNaN(through[i]) ? NaN : ms - ms / (1 + through[i])));
+}
+
+// What most time goes into, as a measure for all phases: its median.
+export function usualMs(heat) {
+  return median(heat.ms[heat.totals.indexOf(Math.max(...heat.totals))]);
 }
 
 function throughUsual(heat, phase, mesh) {

@@ -1,20 +1,22 @@
 // All phases at once: a row a phase, columns of ranks. Where there are more ranks than columns, a
-// column is the slowest of its ranks. Colour: how much longer than is usual in its pipeline stage.
+// column is the slowest of its ranks. Colour: milliseconds beyond what is usual in its pipeline
+// stage, on one scale, so that a phase that takes no time cannot be loud.
 
 import { ramp, rampNumber } from "/page/colour.js";
-import { relative } from "/page/heat-data.js";
+import { beyond, usualMs } from "/page/heat-data.js";
 import { clipped } from "/page/heat-grid.js";
 import { colours } from "/page/theme.js";
 
 const LEFT = 150;
 const LEAST_PX = 4;
+const SHARE = 0.15; // of what most time goes into: the end of the scale
 
 export class PhaseRows {
   set(heat, mesh) {
     this.heat = heat;
     const order = heat.phases.map((_, p) => p).sort((a, b) => heat.totals[b] - heat.totals[a]);
-    this.rows = order.map((p) => ({ phase: p, name: heat.phases[p], values: relative(heat, p, mesh) }));
-    this.high = 0.15;
+    this.rows = order.map((p) => ({ phase: p, name: heat.phases[p], values: beyond(heat, p, mesh) }));
+    this.high = SHARE * usualMs(heat) || 1;
   }
 
   columns(width) {

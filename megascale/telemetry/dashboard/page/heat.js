@@ -114,6 +114,7 @@ class HeatView {
   // Everything that follows from phase, unit and colour.
   #show() {
     if (!this.heat) return;
+    this.surface.showTip("");
     const { heat } = this;
     const mesh = this.places.meshed;
     for (const element of this.single) element.hidden = this.shape === "phases";
@@ -153,7 +154,7 @@ class HeatView {
     });
     const text = (value) => (this.by === "ms" && this.shape === "hosts" ? `${number(value, 4)} ms` : signed(value));
     this.low.textContent = this.shape === "hosts" ? text(this.grid.low) : "usual of its stage";
-    this.high.textContent = text(this.shape === "hosts" ? this.grid.high : this.rows.high);
+    this.high.textContent = this.shape === "hosts" ? text(this.grid.high) : `+${number(this.rows.high)} ms`;
   }
 
   #label() {

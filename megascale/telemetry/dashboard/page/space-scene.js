@@ -51,11 +51,12 @@ export class Camera {
     const half = { tensor: (shape.tensor * stretch.tensor) / 2, data: (shape.data * stretch.data) / 2, pipeline: (shape.pipeline * stretch.pipeline) / 2 };
     Object.assign(this, { shape, stretch, half, scale: 1, cx: 0, cy: 0 });
     let [left, right, top, bottom] = [Infinity, -Infinity, Infinity, -Infinity];
+    // one place more to each side, and below: the axes and their names
     for (const a of [-1, 1]) for (const b of [-1, 1]) for (const c of [-1, 1]) {
-      const [x, y] = this.turn(a * half.tensor, b * half.data, c * half.pipeline);
+      const [x, y] = this.turn(a * (half.tensor + 0.6), b * half.data, c * half.pipeline - (c < 0 ? 0.8 * stretch.pipeline : 0));
       left = Math.min(left, x); right = Math.max(right, x); top = Math.min(top, y); bottom = Math.max(bottom, y);
     }
-    this.scale = Math.min((width - 110) / (right - left), (height - 90) / (bottom - top), 120);
+    this.scale = Math.min((width - 110) / (right - left), (height - 64) / (bottom - top), 120);
     this.cx = width / 2 - ((left + right) / 2) * this.scale;
     this.cy = height / 2 - ((top + bottom) / 2) * this.scale;
   }

@@ -100,6 +100,7 @@ export function pointing(surface, heard) {
     if (down && !down.far) heard.pick?.(...at(event), event);
     down = null;
   });
+  canvas.addEventListener("keydown", () => surface.showTip(""));
   canvas.addEventListener("pointercancel", () => { down = null; });
   canvas.addEventListener("pointerleave", () => {
     surface.showTip("");
@@ -107,6 +108,7 @@ export function pointing(surface, heard) {
   });
   canvas.addEventListener("wheel", (event) => {
     event.preventDefault();
+    surface.showTip("");
     heard.zoom?.(Math.exp(-event.deltaY * 0.0016), ...at(event), event);
   }, { passive: false });
 }
