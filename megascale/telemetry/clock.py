@@ -40,6 +40,10 @@ class Clock(Protocol):
         """Compare with the host's clock. This waits for the device: call it where the loop waits
         anyway."""
 
+    def reached(self, event: Any, host_ns: int | None) -> None:
+        """The loop needed what lies before `event` of the device, and was there at `host_ns`; None:
+        the device had passed it before the loop asked. A comparison that costs nothing."""
+
     def anchors(self, rank: int) -> list[Anchor]:
         """The comparisons made since the last call."""
 
@@ -68,6 +72,9 @@ class MonotonicClock:
         pass
 
     def anchor(self) -> None:
+        pass
+
+    def reached(self, event: Any, host_ns: int | None) -> None:
         pass
 
     def anchors(self, rank: int) -> list[Anchor]:  # noqa: ARG002 - it is the host's clock

@@ -39,7 +39,7 @@ from megascale.events import Dropped, Event, Incident, ProgressWriter, Span, Ste
 from megascale.telemetry.clock import Clock, Mark, MonotonicClock
 from megascale.telemetry.hooks import Hook
 from megascale.telemetry.page_reports import PageReports
-from megascale.telemetry.spans import SPAN_FIELDS, Batch, NoSpan, OpenSpan, UnderWay
+from megascale.telemetry.spans import SPAN_FIELDS, Batch, NoSpan, OpenSpan, Reached, UnderWay
 
 
 class Recorder:
@@ -159,6 +159,11 @@ class Recorder:
         latest = {group: span.fields["seq"] for group, span in self._latest.copy().items()}
         opened = tuple(self._open.copy().values())
         return UnderWay(self.clock, self._step, batches[0], opened, ended, latest)
+
+    def reached(self, moment: Reached) -> None:
+        """The loop has waited for `moment` of the device: the clock compares itself with it."""
+        if moment.event is not None:
+            self.clock.reached(moment.event, moment.reached_ns)
 
     def anchor(self) -> None:
         """Compare the clock with the host's: where the loop waits for the device anyway (a log

@@ -15,6 +15,13 @@ SPAN_FIELDS = frozenset(
 )
 
 
+class Reached(Protocol):
+    """A moment of the device that the loop has waited for; `event` None: there is no device."""
+
+    event: Any
+    reached_ns: int | None
+
+
 class SpanOwner(Protocol):
     """The recorder, as a span knows it."""
 

@@ -23,22 +23,24 @@ class Moment:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._event: torch.cuda.Event | None = None
+        self.event: torch.cuda.Event | None = None
+        self.reached_ns: int | None = None  # monotonic, by a host that was here first
         self._host_s = time.monotonic()
         if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record()
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
 
     def wait(self) -> None:
         """The host waits until the device is there."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self.event is not None and not self.event.query():
+            self.event.synchronize()
+            self.reached_ns = time.monotonic_ns()
 
     def seconds_since(self, earlier: Moment) -> float:
         """Both must have passed."""
-        if self._event is None or earlier._event is None:
+        if self.event is None or earlier.event is None:
             return self._host_s - earlier._host_s
-        return earlier._event.elapsed_time(self._event) / 1e3
+        return earlier.event.elapsed_time(self.event) / 1e3
 
 
 def runs_ahead(training: TrainingConfig, device: torch.device) -> bool:

@@ -167,6 +167,7 @@ class Loop:
     def _settle(self, pending: _Pending) -> bool:
         """Read a step's values, report them, act on them. False where the run was rolled back."""
         values = _read(pending)
+        self.recorder.reached(pending.outcome.summary.moment)
         self.reporter.finished(values, pending.outcome.summary.moment)
         self._stopping = self._stopping or values.stop_votes > 0
         if not values.masked:

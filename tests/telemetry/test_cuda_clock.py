@@ -7,6 +7,7 @@ import itertools
 import struct
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -134,6 +135,44 @@ def test_anchors_correct_the_drift(drift_ppm: float) -> None:
     assert second.drift_ppm == pytest.approx(drift_ppm, abs=0.1)
     assert second.error_ns <= 1_000
     assert clock.anchors(rank=7) == []
+
+
+@pytest.mark.parametrize("drift_ppm", [-10.6, 10.6])
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_a_run_without_anchors_stays_aligned_by_the_waits_of_its_loop(
+    drift_ppm: float, is_idle: bool
+) -> None:
+    """Ten minutes of steps: the loop waits for each, and is woken late, or never has to wait."""
+    clock, device = make(drift_ppm)
+    random = np.random.default_rng(0)
+    worst_ns, step_ns = 0, 60_000_000
+    for step in range(10_000):
+        clock.begin_step()
+        start, launched = clock.mark(), device.host_now
+        device.work(step_ns // 2 if is_idle else step_ns)
+        done = FakeEvent(device)
+        done.record()
+        if is_idle:
+            device.host_now += step_ns
+        reached_ns = None
+        if not done.query():
+            done.synchronize()
+            device.host_now += 3_000 + int(random.exponential(200_000))
+            reached_ns = device.host_ns()
+        assert clock.ready(start)
+        t0_ns, _ = clock.interval(start, start)
+        clock.release(start)
+        clock.reached(done, reached_ns)
+        if step > 3000:  # two anchors, from which on the rate is known
+            worst_ns = max(worst_ns, abs(t0_ns - launched))
+    assert worst_ns < 40_000, "without anchors it is 6 ms"
+    anchors = clock.anchors(rank=0)
+    assert all(anchor.error_ns < 200_000 for anchor in anchors)
+    if is_idle:
+        assert len(anchors) == 11  # one when it was made, and every minute
+    else:
+        assert len(anchors) > 50
+        assert anchors[-1].drift_ppm == pytest.approx(drift_ppm, abs=0.2)
 
 
 def test_events_are_used_again() -> None:

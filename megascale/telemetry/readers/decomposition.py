@@ -9,6 +9,7 @@ import numpy as np
 from megascale.telemetry.diagnose.decomposition import MEANING, classes
 from megascale.telemetry.readers.answer import Answer, Window
 from megascale.telemetry.readers.asking import numbers
+from megascale.telemetry.readers.host_held import host_held
 from megascale.telemetry.shown import percent, seconds, table
 from megascale.telemetry.store.run import Run
 
@@ -35,9 +36,11 @@ def ask(run: Run, window: Window) -> Answer:
     told = ", ".join(f"{name} {percent(shares[name])}" for name in largest if shares[name] >= 0.01)
     usual_mfu = statistics.median(value for _, value in mfu) if mfu else None
     of_mfu = f"; MFU {percent(usual_mfu)}" if usual_mfu is not None else ""
+    held = host_held(run, first, last)
+    of_host = "" if held is None else f"; {held.told()}"
     return Answer(
-        level="ok",
-        summary=f"a step takes {seconds(total_ms / 1e3)}, of which {told}{of_mfu} "
+        level="ok" if held is None else "notice",
+        summary=f"a step takes {seconds(total_ms / 1e3)}, of which {told}{of_mfu}{of_host} "
         f"(steps {first} to {last})",
         data={
             "first_step": first,
@@ -49,6 +52,7 @@ def ask(run: Run, window: Window) -> Answer:
                 for name, values in of.items()
             },
             "shares": {name: round(share, 5) for name, share in shares.items()},
+            "held_by_host": None if held is None else vars(held),
             "mfu_steps": [step for step, _ in mfu],
             "mfu": [value for _, value in mfu],
         },

@@ -18,6 +18,7 @@ from megascale.telemetry.diagnose.straggler import COMPUTES, WAITS
 from megascale.telemetry.diagnose.summary import COMPUTE, WAITING
 from megascale.telemetry.readers.answer import Answer, Level, Window
 from megascale.telemetry.readers.asking import host_list, numbers
+from megascale.telemetry.readers.host_held import HostHeld, host_held
 from megascale.telemetry.shown import named, percent, table
 from megascale.telemetry.store.run import Run
 
@@ -45,10 +46,11 @@ def ask(run: Run, window: Window) -> Answer:
     caveats = run.caveats()
     if len(means.step_S) < LEAST_STEPS:
         caveats.append(f"{len(means.step_S)} steps are too few to see growth ({LEAST_STEPS})")
-    level: Level = "alert" if whole and grown else "notice" if grown else "ok"
+    held = host_held(run, first, last)
+    level: Level = "alert" if whole and grown else "notice" if grown or held else "ok"
     return Answer(
         level=level,
-        summary=_sentence(run, grown, own, whole, launches, (first, last)),
+        summary=_sentence(run, grown, own, whole, launches, held, (first, last)),
         data=_data(means.step_S, ms_S, step_ms_S, grown, launches),
         lines=_lines(grown),
         caveats=caveats,
@@ -79,9 +81,12 @@ def _sentence(
     own: Sequence[Growth],
     whole: Sequence[Growth],
     launches: Launches | None,
+    held: HostHeld | None,
     steps: tuple[int, int],
 ) -> str:
     over = f"steps {steps[0]} to {steps[1]}"
+    if held is not None:
+        over = f"{over}; {held.told()}, so they follow what the host does"
     if not grown:
         return f"no phase grew ({over})"
     top = own[0] if own else grown[0]
