@@ -130,8 +130,13 @@ class _Waits:
         return None if found is None or (found.step or 0) > (post.step or 0) + 1 else found
 
 
-def rates(parts: Iterable[Part]) -> list[Rate]:
-    """What each kind of operation achieves, by name; operations with one known end only."""
+def rates(parts: Iterable[Part], sizes: Mapping[str, int] | None = None) -> list[Rate]:
+    """What each kind of operation achieves, by name; operations with one known end only.
+
+    sizes  ranks of a group by name: where not all of them are among `parts`, the last to launch may
+           be one of the others, so such operations are left out
+    """
+    sizes = sizes or {}
     meetings: dict[tuple[tuple[str, str, str], tuple[int, ...], int], list[Part]] = defaultdict(
         list
     )
@@ -143,13 +148,13 @@ def rates(parts: Iterable[Part]) -> list[Rate]:
     ranks: dict[tuple[tuple[str, str, str], tuple[int, ...]], set[int]] = defaultdict(set)
     for (kind, instance, _), members in meetings.items():
         ends = [part.end_ns for part in members if part.end_ns is not None]
-        if len(members) < 2 or not ends:
+        if len(members) < max(2, sizes.get(kind[2], 2)) or not ends:
             continue
         time_s = (min(ends) - max(part.launch_ns for part in members)) / 1e9
         if time_s <= 0:
             continue  # over before the last one says that it launched: clocks disagree
-        sizes = [part.num_bytes for part in members if part.num_bytes]
-        by_kind[kind].append((instance, time_s, max(sizes, default=None)))
+        moved = [part.num_bytes for part in members if part.num_bytes]
+        by_kind[kind].append((instance, time_s, max(moved, default=None)))
         ranks[kind, instance].update(part.rank for part in members)
     return [_rate(kind, of, ranks) for kind, of in sorted(by_kind.items())]
 

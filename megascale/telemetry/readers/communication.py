@@ -15,26 +15,29 @@ from megascale.telemetry.shown import named, seconds, table
 from megascale.telemetry.store.run import Run
 
 DEFAULT_STEPS = 200
-MOST_RANKS = 128
+MOST_RANKS = 400
 MOST_STEPS = 3
 _SHOWN = 12
 
 
 def ask(run: Run, window: Window) -> Answer:
     first, last = run.bounds(window, DEFAULT_STEPS)
+    ranks = _ranks(run, window)
     steps = _sampled(run, first, last)
+    steps = steps[-max(1, MOST_RANKS // max(1, len(ranks))) :]
     if not steps:
         raise DataError(
             f"no step from {first} to {last} has spans; ask for more steps "
             "(telemetry.span_interval says how often spans are recorded)"
         )
-    ranks = _ranks(run, window)
     parts: list[Part] = []
     for step in steps:
         spans = run.spans(step, step + 1, ranks=ranks)
         for _, own in groupby(spans, key=lambda span: span.rank):
             parts += parts_of([*own], run.mesh)
-    found = rates({(p.rank, p.kind, p.seq, p.launch_ns): p for p in parts}.values())
+    mesh = run.mesh
+    sizes = {"tensor": mesh.tensor, "data": mesh.data, "world": mesh.world_size}
+    found = rates({(p.rank, p.kind, p.seq, p.launch_ns): p for p in parts}.values(), sizes)
     speed = _link_speed(run)
     slow = [(rate, *one) for rate in found for one in rate.slow]
     slow.sort(key=lambda one: -one[2])
@@ -69,22 +72,20 @@ def _sampled(run: Run, first: int, last: int) -> list[int]:
 
 
 def _ranks(run: Run, window: Window) -> list[int]:
-    """Whole groups matter more than many ranks: those asked about with all that they meet in data,
-    tensor and pipeline groups, or evenly some data ranks of all stages."""
+    """Of a large run whole groups: a pipeline with its tensor groups, and as many data groups as
+    fit, of stages evenly over the pipeline."""
     mesh = run.mesh
     if window.ranks is not None:
         return sorted({int(rank) for rank in window.ranks})
     most = number_option(window, "most_ranks", MOST_RANKS)
     if mesh.world_size <= most:
         return list(range(mesh.world_size))
-    each = max(2, most // (mesh.tensor * mesh.pipeline))
-    picked = np.unique(np.linspace(0, mesh.data - 1, min(each, mesh.data)).astype(int))
-    return sorted(
-        mesh.global_rank(tp_rank=t, dp_rank=int(d), pp_rank=p)
-        for t in range(mesh.tensor)
-        for d in picked
-        for p in range(mesh.pipeline)
-    )
+    per_stage = mesh.tensor * mesh.data
+    found = {t + stage * per_stage for t in range(mesh.tensor) for stage in range(mesh.pipeline)}
+    number = min(mesh.pipeline, max(0, most - len(found)) // mesh.data)
+    for stage in np.unique(np.linspace(0, mesh.pipeline - 1, number).astype(int)).tolist():
+        found |= {stage * per_stage + d * mesh.tensor for d in range(mesh.data)}
+    return sorted(found)
 
 
 def _link_speed(run: Run) -> float | None:

@@ -37,6 +37,12 @@ def test_waiting_for_the_last_is_not_the_network_s() -> None:
     assert rate.slow == ()
 
 
+def test_a_group_of_which_some_are_not_looked_at_is_left_out() -> None:
+    parts = [part for rank in range(3) for part in parts_of(_spans(rank, 10, 50), MESH)]
+    assert len(rates(parts)) == 1
+    assert rates(parts, {"data": 4}) == []
+
+
 def test_a_slow_group_among_its_like() -> None:
     mesh = Mesh(4, 2, 1)
     parts = []
