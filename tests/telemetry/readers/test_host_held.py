@@ -42,4 +42,4 @@ def test_steps_that_are_as_long_as_their_launch(
             answer = READERS[reader].ask(run, Window())
             is_told = held and clock == "device"
             assert (answer.level == "notice") is is_told
-            assert ("in 100 % of the steps the host took as long" in answer.summary) is is_told
+            assert ("in 100.0 % of the steps the host took as long" in answer.summary) is is_told
