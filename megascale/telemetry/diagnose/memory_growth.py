@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 LEAST_LOOKS = 6
-GROWN = 0.02  # of the memory, in the second half
+GROWN = 0.05  # of the memory, in the second half
 STEADY = 0.75  # of the looks of the second half rise
 LARGEST_JUMP = 0.5  # of the growth, by one look
 
