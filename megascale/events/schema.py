@@ -61,7 +61,7 @@ class Span:
     group: str | None = None
     seq: int | None = None  # counts the operations of `group`
     peer: int | None = None  # global rank at the other end of a transfer
-    num_bytes: int | None = None
+    num_bytes: int | None = None  # that this rank sends, or receives; of a collective in a ring
     payload: str | None = None  # of a transfer: activation, gradient
     bucket: str | None = None  # parameters that are communicated as one
     work: str | None = None  # the class of work whose time it is, where that is known (`WORK`)

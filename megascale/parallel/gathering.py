@@ -32,9 +32,9 @@ class ParameterGathers:
             return
         assert bucket.name not in self._pending, f"{bucket.name} is being gathered already"
         own = bucket.own_parameters
-        with self._span(
-            "param_gather", op="all_gather", bucket=bucket.name, group="data", stream="data"
-        ):
+        fields = {"op": "all_gather", "group": "data", "stream": "data"}
+        sent_bytes = own.nbytes * (self._group.size() - 1)
+        with self._span("param_gather", bucket=bucket.name, num_bytes=sent_bytes, **fields):
             source = own if own.is_cuda else own.clone()
             self._pending[bucket.name] = all_gather_into(bucket.parameters, source, self._group)
 

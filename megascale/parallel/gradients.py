@@ -88,9 +88,11 @@ class Gradients(ABC):
     def _start(self, bucket: Bucket, full: Tensor) -> None:
         assert self.group is not None
         bucket.zero_stale()
+        value, degree = full[: bucket.num_elements], self.group.size()
         fields = {"op": self.reduction.op, "group": "data", "stream": "data"}
-        with self.span("grad_sync", bucket=bucket.name, **fields):
-            pending = self.reduction.start(bucket, full[: bucket.num_elements], self.group)
+        sent_bytes = self.reduction.itemsize(value) * value.numel() * (degree - 1) // degree
+        with self.span("grad_sync", bucket=bucket.name, num_bytes=sent_bytes, **fields):
+            pending = self.reduction.start(bucket, value, self.group)
         self._reducing.append(_Reducing(bucket, pending, full))
 
 

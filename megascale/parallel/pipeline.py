@@ -164,6 +164,7 @@ class PipelineRuntime:
             "group": f"{channel.source}->{channel.destination} {channel.payload.value}",
             "chunk": chunk,
             "micro_batch": m,
+            "num_bytes": self._transfers.num_bytes,
             "stream": "pipeline",
         }
 

@@ -31,6 +31,9 @@ class Reduction(Protocol):
 
     op: str
 
+    def itemsize(self, full: Tensor) -> int:
+        """Bytes with which an element of `full` travels."""
+
     def start(self, bucket: Bucket, full: Tensor, group: dist.ProcessGroup) -> Pending:
         """Begin to sum `full` [bucket.num_elements]; the result is this rank's range of the sum. It
         may lie in `full`, which is not to be touched before the result is there."""
@@ -40,6 +43,9 @@ class InMainDtype:
     """A reduce-scatter. NCCL writes into the rank's own range."""
 
     op = "reduce_scatter"
+
+    def itemsize(self, full: Tensor) -> int:
+        return full.itemsize
 
     def start(self, bucket: Bucket, full: Tensor, group: dist.ProcessGroup) -> Pending:
         own = full[bucket.shard_start : bucket.shard_stop]
@@ -51,6 +57,9 @@ class InBfloat16:
     """All-to-all of bf16 shards, summed by their owners in the main dtype."""
 
     op = "all_to_all"
+
+    def itemsize(self, full: Tensor) -> int:  # noqa: ARG002 - whatever it is
+        return torch.bfloat16.itemsize
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -144,6 +145,11 @@ class Transfers:
         self._sent: dict[Channel, deque[tuple[dist.Work, Tensor]]] = {
             channel: deque() for channel in links
         }
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one value."""
+        return prod(self._shape) * self._dtype.itemsize
 
     def receive(self, channel: Channel) -> Receive:
         link = self._links[channel]

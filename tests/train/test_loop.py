@@ -114,6 +114,12 @@ def test_every_rank_records_every_phase(tmp_path: Path) -> None:
         spans = [event for event in events if isinstance(event, Span)]
         for step in (3, 6):
             assert phases <= {span.name for span in spans if span.step == step}, (rank, step)
+        sizes = {(s.name, s.bucket): s.num_bytes for s in spans if s.num_bytes is not None}
+        assert {name for name, _ in sizes} == {"send", "recv", "grad_sync", "param_gather"}
+        assert sizes["send", None] == sizes["recv", None]
+        for (_, bucket), size in sizes.items():  # fp32 both ways, half of a bucket
+            assert bucket is None or sizes["grad_sync", bucket] == sizes["param_gather", bucket]
+            assert size
         outside = Counter(span.name for span in spans if span.step is None)
         assert (outside["checkpoint"], outside["validation"], outside["gc"]) == (2, 2, 3), rank
         sums = {event.step: event.sums for event in events if isinstance(event, Sums)}
