@@ -17,6 +17,7 @@ fault again only where `times` says so.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import resource
@@ -45,9 +46,10 @@ _CYCLES = 10_000_000  # of the device's clock, to learn how long they take: abou
 _DEFAULTS: dict[str, Any] = {
     "seconds": 0.1,  # slow: of each micro-batch; clock: how far it is put forward; kill_in_save
     "share": 0.0,  # slow: of a step's time so far, instead of seconds; 0: seconds count
-    "steps": 1,  # slow, spike: how many
+    "steps": 1,  # slow, spike, leak, garbage: how many
     "scale": 8.0,  # spike: what the chunk's output is multiplied by
-    "megabytes": 256,  # memory that is touched, or left free before it is
+    "megabytes": 256,  # memory that is touched, or left free before it is; leak: in each step
+    "objects": 1_000_000,  # garbage: that a collection walks through
     "lines": 20_000,  # log_storm
     "code": 17,  # exit
     "group": 0,  # skip_collective: of the world; 1: tensor, 2: data, 3: a send of the pipeline
@@ -233,6 +235,29 @@ class Faults(Hook):
         """Use memory; whoever ordered it has limited this process's cgroup before."""
         self.held = torch.ones(int(order["megabytes"]) << 20, dtype=torch.uint8)
 
+    def leak(self, order: dict[str, Any], step: int) -> None:
+        """Every step of some holds memory that the one before did not."""
+        leaked: list[Tensor] = []
+        last, num_bytes = step + int(order["steps"]), int(order["megabytes"]) << 20
+
+        def hold(_module: object, _inputs: object) -> None:
+            if self._step < last and len(leaked) <= self._step - step:
+                device = self._assembly.device
+                leaked.append(torch.ones(num_bytes, dtype=torch.uint8, device=device))
+
+        self._chunk().register_forward_pre_hook(hold)
+
+    def garbage(self, order: dict[str, Any], step: int) -> None:
+        """Python collects garbage among many objects, in the middle of each step of some."""
+        last = step + int(order["steps"])
+        held = [[number] for number in range(int(order["objects"]))]
+
+        def collect(_module: object, _inputs: object) -> None:
+            if self._step < last and held:
+                gc.collect()
+
+        self._chunk().register_forward_pre_hook(collect)
+
     def disk_full(self, _order: dict[str, Any], _step: int) -> None:
         with open("/dev/full", "wb", buffering=0) as file:
             file.write(b"no room for this")
@@ -264,8 +289,17 @@ _KINDS: dict[str, Callable[[Faults, dict[str, Any], int], None]] = {
     name: getattr(Faults, name)
     for name in (
         *("segv", "abort", "exit", "exception", "sleep", "gil", "skip_collective", "slow", "nan"),
-        *("spike", "flip", "out_of_memory", "touch", "disk_full", "kill_in_save", "log_storm"),
-        "clock",
+        *(
+            "spike",
+            "flip",
+            "out_of_memory",
+            "touch",
+            "leak",
+            "disk_full",
+            "kill_in_save",
+            "log_storm",
+        ),
+        *("clock", "garbage"),
     )
 }
 # Those that wait for the end of a step behind which something else happens: every how many steps.
