@@ -150,11 +150,12 @@ def launch_offsets(
 
 
 def behind_first(wait_ms_SR: Floats, group_R: Integers) -> Floats:
-    """How long after the first of its group each rank came, ms: who came first waits longest."""
+    """How long after the first of its group each rank came, ms: who came first waits longest. 0
+    where a rank did not finish a step, or none of its group did, as before a restart."""
     longest_SR = np.zeros_like(wait_ms_SR)
     for group in np.unique(group_R):
         of = np.flatnonzero(group_R == group)
-        longest_SR[:, of] = np.nanmax(wait_ms_SR[:, of], axis=1, keepdims=True)
+        longest_SR[:, of] = np.fmax.reduce(wait_ms_SR[:, of], axis=1, keepdims=True)
     return np.asarray(np.nan_to_num(longest_SR - wait_ms_SR))
 
 

@@ -7,7 +7,9 @@ that wait for it do not. Own times are differences on one clock, so clocks of ho
 
 A rank is late that is so in many launches by much, or in nearly all of them by little: of N
 launches the median errs by 1.25 deviations over the root of N, so 5 % stand out of a noise of 2 %
-in a dozen steps. A garbage collection now and then moves neither.
+in a dozen steps. A garbage collection now and then moves neither. Where noise itself is large, as
+on a CPU that ranks share, they are early by much as often as late: only launches that are late
+beyond that number count.
 
 Suffixes: L launches, sorted by collective.
 """
@@ -29,6 +31,7 @@ Integers = NDArray[np.int64]
 LATE_NS = 1_000_000  # at least
 LATE_SHARE = 0.2  # of the peers' own time
 OFTEN = 0.2  # of a rank's launches: garbage is not collected so often
+OFTEN_SIGMAS = 5.0  # of the number of launches that are as early: they are few, so the root errs
 LEAST = 10  # launches
 STEADY_SHARE = 0.025  # of the peers' own time, by the median of a rank's launches
 STEADY_SIGMAS = 6.0  # of that median's error
@@ -133,7 +136,10 @@ def lateness(
     much_L = known_L & (excess_L > np.maximum(LATE_NS, LATE_SHARE * np.nan_to_num(usual_L)))
     num_R = np.bincount(of_L[known_L], minlength=len(rank_R))
     num_late_R = np.bincount(of_L[much_L], minlength=len(rank_R))
-    often_R = (num_R >= LEAST) & (num_late_R > OFTEN * num_R)
+    early_L = known_L & (-excess_L > np.maximum(LATE_NS, LATE_SHARE * np.nan_to_num(own_ns_L)))
+    num_early_R = np.bincount(of_L[early_L], minlength=len(rank_R))
+    by_chance_R = np.maximum(OFTEN * num_R, OFTEN_SIGMAS * np.sqrt(2.0 * num_early_R))
+    often_R = (num_R >= LEAST) & (num_late_R - num_early_R > by_chance_R)
     median_R = _by_rank(of_L[known_L], excess_L[known_L], len(rank_R))
     steady_R = np.zeros(len(rank_R), bool)
     if steady:

@@ -8,7 +8,7 @@ from megascale.telemetry.diagnose.what_if import what_if
 from megascale.telemetry.readers import stragglers
 from megascale.telemetry.readers.answer import Answer, Window
 from megascale.telemetry.readers.asking import stages
-from megascale.telemetry.shown import named, percent, seconds
+from megascale.telemetry.shown import counted, named, percent, seconds
 from megascale.telemetry.store.run import Run
 
 WORTH = 0.02  # of a step
@@ -25,7 +25,8 @@ def ask(run: Run, window: Window) -> Answer:
     step_s_S, compute_s_SR = step_s_S[known_S], compute_s_SR[known_S]
     caveats = run.caveats()
     if not known_S.all():
-        caveats.append(f"{int((~known_S).sum())} steps that not all ranks finished are left out")
+        left_out = counted(int((~known_S).sum()), "step")
+        caveats.append(f"left out: {left_out} that not all ranks finished")
     stage_R = stages(run, found.rank_R)
     slow = window.ranks if window.ranks is not None else getattr(found.finding, "ranks", ())
     columns = [int(c) for c in np.flatnonzero(np.isin(found.rank_R, list(slow)))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megascale.telemetry.diagnose.drift import growing, launch_offsets
+from megascale.telemetry.diagnose.drift import behind_first, growing, launch_offsets
 
 STEPS = np.arange(1, 1001)
 
@@ -63,3 +63,10 @@ def test_who_launches_later_than_at_first() -> None:
     found = launch_offsets(before, swinging, group_R, step_ms=1000)
     assert found.ranks == ()
     assert found.after_ms > 10 * found.before_ms
+
+
+def test_steps_that_a_group_did_not_finish() -> None:
+    """As before a restart: nothing is known of them, and nothing is warned of."""
+    wait_ms_SR = np.array([[5.0, 7.0, 1.0, 4.0], [np.nan, np.nan, 1.0, np.nan]])
+    found = behind_first(wait_ms_SR, np.array([0, 0, 1, 1]))
+    np.testing.assert_array_equal(found, [[2, 0, 3, 0], [0, 0, 0, 0]])

@@ -142,6 +142,20 @@ def test_nobody_is_late_in_clean_windows() -> None:
         assert not found.is_late_R.any(), seed
 
 
+def test_ranks_on_cores_that_all_share_are_not_late() -> None:
+    """Two ranks a data group, each early by much as often as late: noise, however large."""
+    rng = np.random.default_rng(0)
+    for seed in range(100):
+        rank, meeting, own = _own_times(Mesh(2, 2, 1), 40, seed, {})
+        own = own * rng.lognormal(0, 0.8, len(own))
+        found = lateness(rank, meeting, own, steady=True)
+        assert found.num_late_R.max() > 0.3 * 40
+        assert not found.is_late_R.any(), seed
+    rank, meeting, own = _own_times(Mesh(2, 2, 1), 40, 0, {3: 2e9})
+    found = lateness(rank, meeting, own * rng.lognormal(0, 0.3, len(own)), steady=True)
+    assert found.rank_R[found.is_late_R].tolist() == [3]
+
+
 def _in_turns(
     seed: int, growth: float
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
