@@ -6,6 +6,9 @@ Beside the phases as they were recorded there is `compute`: forward and backward
 inside. A slow rank stands out there alone; in the phases that wait, those stand out that wait for
 it, so they say where time is lost and not who loses it (`WAITING`).
 
+One pause of a rank, as of garbage collection, is not slowness, and over few steps weighs as much: a
+single rank stands out by more than such a pause adds to its mean (`single_share`).
+
 Suffixes: R ranks, P phases, V values of a dimension.
 """
 
@@ -23,6 +26,7 @@ from megascale.topology import Mesh
 
 SHARE = 0.05  # slower than the others by this much, and ...
 SIGMAS = 6.0  # ... by as many robust deviations
+PAUSE_STEPS = 3.0  # the longest pause, in steps: 2.8 among 12,288 ranks of the noise model
 FEWEST = 3  # values along a dimension that can be compared
 LEAST_OF_STEP = 0.005  # a phase that takes less of a step than this is not worth a word
 
@@ -84,11 +88,14 @@ def heat_map(
     mean_ms_RP: Floats,
     mesh: Mesh,
     host_R: Sequence[str] | None = None,
+    *,
+    num_steps: int | None = None,
 ) -> HeatMap:
     """The heat map of mean ms a step, with the phase `compute` before the others where forwards or
     backwards are among them.
 
-    host_R  the host of each rank, where it is known: a dimension of its own
+    host_R     the host of each rank, where it is known: a dimension of its own
+    num_steps  over which means are; None: so many that a pause is lost among them
     """
     phases, mean_ms_RP = _with_compute(list(phases), mean_ms_RP)
     stage_R = rank_R // (mesh.tensor * mesh.data)
@@ -109,7 +116,8 @@ def heat_map(
         if value_R is None or not len(rank_R):
             continue
         values_RP = mean_ms_RP if dimension == "pipeline" else relative_RP
-        outliers += _outliers(dimension, value_R, [phases[p] for p in judged], values_RP[:, judged])
+        names = [phases[p] for p in judged]
+        outliers += _outliers(dimension, value_R, names, values_RP[:, judged], num_steps)
     order = list(places)
     outliers.sort(key=lambda o: (o.waits, o.phase != COMPUTE, order.index(o.dimension), -o.share))
     return HeatMap(rank_R, tuple(phases), mean_ms_RP, tuple(outliers))
@@ -126,8 +134,17 @@ def _with_compute(phases: list[str], mean_ms_RP: Floats) -> tuple[list[str], Flo
     return [COMPUTE, *phases], np.column_stack([compute_R, mean_ms_RP])
 
 
+def single_share(num_steps: int | None) -> float:
+    """By how much a single rank has to be slower over so many steps to stand out."""
+    return SHARE if num_steps is None else max(SHARE, PAUSE_STEPS / max(1, num_steps))
+
+
 def _outliers(
-    dimension: str, value_R: NDArray[Any], phases: Sequence[str], values_RP: Floats
+    dimension: str,
+    value_R: NDArray[Any],
+    phases: Sequence[str],
+    values_RP: Floats,
+    num_steps: int | None,
 ) -> list[Outlier]:
     names, group_R = np.unique(value_R, return_inverse=True)
     if len(names) < FEWEST:
@@ -138,8 +155,10 @@ def _outliers(
         middle = middle_VP[:, column]
         known_R = ~np.isnan(values_RP[:, column])
         for number in np.flatnonzero(_stands_out(middle)):
-            share = middle[number] / float(np.nanmedian(middle)) - 1
+            share = float(middle[number] / np.nanmedian(middle) - 1)
             count = int(np.sum(known_R & (group_R.reshape(-1) == number)))
+            if count == 1 and share <= single_share(num_steps):
+                continue
             found.append(Outlier(dimension, str(names[number]), phase, round(share, 4), count))
     return found
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megascale.telemetry.diagnose.summary import HeatMap, Outlier, heat_map
+import numpy as np
+
+from megascale.telemetry.diagnose.summary import SHARE, HeatMap, Outlier, heat_map, single_share
 from megascale.telemetry.readers.answer import Answer, Window
 from megascale.telemetry.readers.asking import asked, host_list
 from megascale.telemetry.shown import counted, percent, table
@@ -26,24 +28,32 @@ def ask(run: Run, window: Window) -> Answer:
     means = run.phase_means(first, last)
     kept = asked(means.rank_R, window)
     rank_R = means.rank_R[kept]
-    found = heat_map(rank_R, means.phases, means.mean_ms_RP[kept], run.mesh, host_list(run, rank_R))
+    host_R, num_steps = host_list(run, rank_R), means.num_steps_R[kept]
+    few = int(np.median(num_steps))
+    found = heat_map(rank_R, means.phases, means.mean_ms_RP[kept], run.mesh, host_R, num_steps=few)
     own = [one for one in found.outliers if not one.waits]
     data = {
         "first_step": first,
         "last_step": last,
         **found.as_json(),
-        "hosts": list(host_list(run, rank_R)),
+        "hosts": list(host_R),
         "tensor_ranks": (rank_R % run.mesh.tensor).tolist(),
         "data_ranks": (rank_R // run.mesh.tensor % run.mesh.data).tolist(),
         "pipeline_stages": (rank_R // (run.mesh.tensor * run.mesh.data)).tolist(),
-        "num_steps": means.num_steps_R[kept].tolist(),
+        "num_steps": num_steps.tolist(),
     }
+    caveats = run.caveats()
+    if single_share(few) > SHARE:
+        caveats.append(
+            f"over {counted(few, 'step')} a single pause weighs much: a rank stands out only if it "
+            f"is {percent(single_share(few))} slower; ask for more steps"
+        )
     return Answer(
         level="notice" if own else "ok",
         summary=_sentence(found, own, first, last),
         data=data,
         lines=_lines(found),
-        caveats=run.caveats(),
+        caveats=caveats,
     )
 
 

@@ -92,7 +92,8 @@ def _sentence(
             steps = f"step {worst.first_step}"
             if worst.last_step > worst.first_step:
                 steps = f"steps {worst.first_step} to {worst.last_step}"
-            more = f" and {len(spikes[name]) - 1} times more" if len(spikes[name]) > 1 else ""
+            others = len(spikes[name]) - 1
+            more = f", and {counted(others, 'more time')}" if others else ""
             told.append(
                 f"{what} jumped to {worst.peak:.3f} from {worst.usual:.3f} at {steps}{more}"
             )

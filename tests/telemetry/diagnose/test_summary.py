@@ -82,6 +82,19 @@ def test_a_percent_stands_out_of_nothing_nor_a_thousandth_of_a_step() -> None:
     assert [(o.value, o.phase) for o in found if o.dimension == "rank"] == [("5", "data_wait")]
 
 
+def test_a_pause_in_a_window_of_few_steps_is_not_slowness() -> None:
+    """40 steps of 1,536 ranks, of which each pauses now and then for up to 2.8 steps."""
+    mesh, rng = Mesh(1, 1536, 1), np.random.default_rng(0)
+    rank_R = np.arange(mesh.world_size)
+    means = rng.normal(10, 0.005, (mesh.world_size, 1))
+    means[rng.choice(mesh.world_size, 20, replace=False), 0] *= 1 + 2.8 / 40
+    means[700, 0] = 11.0
+    few = heat_map(rank_R, ("optimizer",), means, mesh, num_steps=40)
+    assert {o.value for o in few.outliers} == {"700"}
+    many = heat_map(rank_R, ("optimizer",), means, mesh, num_steps=100)
+    assert len([o for o in many.outliers if o.dimension == "rank"]) > 15
+
+
 def test_json_has_no_nan() -> None:
     rank_R, means = _means(Mesh(1, 4, 1), 3, {2: 0.5})
     means[1, 1] = np.nan

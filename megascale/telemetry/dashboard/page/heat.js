@@ -4,7 +4,7 @@ import { paced } from "/page/app.js";
 import { get } from "/page/api.js";
 import { ramp, workColour } from "/page/colour.js";
 import { add, choice, fill, h, panel, segments, setOptions } from "/page/dom.js";
-import { count, number, signed } from "/page/format.js";
+import { count, number, signed, sentence } from "/page/format.js";
 import { cells, firstPhase, fromAnswers, gather, relative, span } from "/page/heat-data.js";
 import { Grid } from "/page/heat-grid.js";
 import { PhaseRows } from "/page/heat-phases.js";
@@ -159,9 +159,9 @@ class HeatView {
 
   #label() {
     const worst = this.heat.outliers.length;
-    const what = this.shape === "hosts" ? `${this.phase}, ${count(this.cells.values.length)} ${this.unit === "rank" ? "ranks" : this.unit === "host" ? "hosts" : "switches"} on ${count(this.groups.host.length)} hosts` : `${this.heat.phases.length} phases of ${count(this.heat.ranks.length)} ranks`;
+    const what = this.shape === "hosts" ? `${this.phase}, ${count(this.cells.values.length)} ${this.unit === "rank" ? "ranks" : this.unit === "host" ? "hosts" : "switches"} on ${count(this.groups.host.length)} ${this.groups.host.length === 1 ? "host" : "hosts"}` : `${this.heat.phases.length} phases of ${count(this.heat.ranks.length)} ranks`;
     this.surface.canvas.setAttribute("aria-label", `Heat map: ${what}. ${worst ? `${worst} stand out, listed beside.` : "Nothing stands out."} Arrow keys walk, Enter selects, plus and minus zoom.`);
-    this.said.textContent = `${what}. ${this.answer.summary}`;
+    this.said.textContent = `${what}. ${sentence(this.answer.summary)}`;
   }
 
   #picked() {
