@@ -11,6 +11,7 @@ that are late in turns none stands out, and collectives end later with every ste
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megascale.errors import DataError
-from megascale.telemetry.diagnose.late import LEAST, Lateness, lateness
+from megascale.telemetry.diagnose.late import LATE_NS, LEAST, Lateness, lateness
 from megascale.telemetry.diagnose.swing import Swing, swing
 from megascale.telemetry.readers.answer import Answer, Window
 from megascale.telemetry.readers.asking import hosts, numbers
@@ -91,7 +92,7 @@ def ask(run: Run, window: Window) -> Answer:
     spread = swing(launches.step_L, launches.meeting_L, excess_L)
     return Answer(
         level="alert" if late else "notice" if named_ or spread.grows else "ok",
-        summary=_sentence(run, named_, spread, over),
+        summary=_sentence(run, named_, spread, _in_turns(launches, excess_L), over),
         data=_data(named_, spread, first, last, group),
         lines=_lines(run, named_),
         caveats=caveats,
@@ -102,55 +103,95 @@ def ask(run: Run, window: Window) -> Answer:
 
 
 def launched(run: Run, first: int, last: int, group: str) -> Launches:
-    """Launches of `group` in sampled steps, with what lay before each."""
-    waits = " OR ".join(
-        f"(name = '{name}' AND op {'IS NULL' if op is None else f'= {chr(39)}{op}{chr(39)}'})"
-        for name, op in WAITS
-    )
-    garbage = ", ".join(f"'{name}'" for name in _GARBAGE)
+    """Launches of `group` in sampled steps, with what lay before each in its step."""
+    window = (first, last)
+    kinds = run.query(
+        "SELECT DISTINCT name, coalesce(op, '') AS op FROM current_spans "
+        'WHERE step BETWEEN ? AND ? AND "group" = ? AND seq IS NOT NULL ORDER BY ALL',
+        (*window, group),
+    ).to_pylist()
     found = run.query(
-        f"""
-        WITH marked AS (
-            SELECT rank, step, t0_ns, t0_ns + dur_ns AS end_ns, "group" AS of, seq,
-                name || ' ' || coalesce(op, '') AS kind,
-                ({waits} OR (starts_with(name, 'tp_') AND "group" IS NOT NULL)) AS is_wait,
-                name IN ({garbage}) AS is_garbage, dur_ns
-            FROM current_spans WHERE step BETWEEN ? AND ?
-        ), before AS (
-            SELECT *,
-                max(CASE WHEN is_wait THEN end_ns END) OVER earlier AS wait_ns,
-                max(CASE WHEN NOT is_garbage THEN end_ns END) OVER earlier AS busy_ns,
-                sum(CASE WHEN is_garbage THEN dur_ns ELSE 0 END) OVER earlier AS garbage_ns
-            FROM marked
-            WINDOW earlier AS (PARTITION BY rank, step ORDER BY t0_ns, end_ns DESC
-                ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING)
-        )
-        SELECT rank, step, seq, t0_ns, wait_ns, busy_ns, kind,
-            coalesce(garbage_ns - lag(garbage_ns, 1, 0) OVER (
-                PARTITION BY rank, step ORDER BY t0_ns), 0) AS garbage_ns
-        FROM before WHERE of = ? AND seq IS NOT NULL AND wait_ns IS NOT NULL
-        """,
-        (first, last, group),
+        f"SELECT rank, step, t0_ns, dur_ns, coalesce(seq, 0) AS seq, "
+        f"({_waits_in_sql()})::INTEGER AS is_wait, (name IN {_GARBAGE})::INTEGER AS is_garbage, "
+        f"{_number_in_sql(kinds, group)} AS kind FROM current_spans WHERE step BETWEEN ? AND ?",
+        window,
     )
-    kinds, kind_L = np.unique(found["kind"].to_numpy().astype(str), return_inverse=True)
-    numbers_ = [name for name in found.column_names if name != "kind"]
-    columns = {name: found[name].to_numpy().astype(np.int64) for name in numbers_}
-    own = columns["t0_ns"] - columns["wait_ns"]
-    gap = np.maximum(0, columns["t0_ns"] - columns["busy_ns"])
-    instance = _instance(columns["rank"], group, run.mesh)
-    key = np.stack([instance, columns["step"], columns["seq"]])
-    _, meeting_L = np.unique(key, axis=1, return_inverse=True)
-    kept = own >= 0
+    columns = {name: found[name].to_numpy().astype(np.int64) for name in found.column_names}
+    order = np.lexsort((columns["t0_ns"], columns["step"], columns["rank"]))
+    columns = {name: column[order] for name, column in columns.items()}
+    rank, step, t0, kind = (columns[name] for name in ("rank", "step", "t0_ns", "kind"))
+    is_first = np.ones(len(rank), bool)
+    is_first[1:] = (rank[1:] != rank[:-1]) | (step[1:] != step[:-1])
+    end, waits, garbage = t0 + columns["dur_ns"], columns["is_wait"], columns["is_garbage"]
+    wait_ns = _last_before(is_first, t0, end, waits == 1)
+    busy_ns = _last_before(is_first, t0, end, garbage == 0)
+    of = np.flatnonzero((kind >= 0) & (wait_ns > 0) & (t0 >= wait_ns))
+    paused = np.cumsum(garbage * columns["dur_ns"])[of]
+    follows = np.zeros(len(of), bool)
+    follows[1:] = np.cumsum(is_first)[of[1:]] == np.cumsum(is_first)[of[:-1]]
+    begun = (np.cumsum(garbage * columns["dur_ns"]) - garbage * columns["dur_ns"])[
+        np.flatnonzero(is_first)[np.cumsum(is_first)[of] - 1]
+    ]
+    since = np.where(follows, np.concatenate([[0], paused])[: len(of)], begun)
+    meeting = _numbered(_instance(rank[of], group, run.mesh), step[of], columns["seq"][of])
     return Launches(
-        columns["rank"][kept],
-        meeting_L.reshape(-1)[kept],
-        columns["step"][kept],
-        kind_L.reshape(-1)[kept],
-        own[kept].astype(np.float64),
-        gap[kept].astype(np.float64),
-        columns["garbage_ns"][kept].astype(np.float64),
-        tuple(kind.strip() for kind in kinds.tolist()),
+        rank_L=rank[of],
+        meeting_L=meeting,
+        step_L=step[of],
+        kind_L=kind[of],
+        own_L=(t0 - wait_ns)[of].astype(np.float64),
+        gap_L=np.maximum(0, (t0 - busy_ns)[of]).astype(np.float64),
+        garbage_L=(paused - since).astype(np.float64),
+        kinds=tuple(f"{one['name']} {one['op']}".strip() for one in kinds),
     )
+
+
+def _waits_in_sql() -> str:
+    told = [
+        f"(name = '{name}' AND op {'IS NULL' if op is None else 'IN (' + repr(op) + ')'})"
+        for name, op in WAITS
+    ]
+    return " OR ".join([*told, """(starts_with(name, 'tp_') AND "group" IS NOT NULL)"""])
+
+
+def _number_in_sql(kinds: Sequence[Mapping[str, str]], group: str) -> str:
+    """The place in `kinds` of a launch of `group`; -1 of any other span."""
+    cases = " ".join(
+        f"WHEN name = '{_quoted(one['name'])}' AND coalesce(op, '') = '{_quoted(one['op'])}' "
+        f"THEN {number}"
+        for number, one in enumerate(kinds)
+    )
+    known = f"""CASE {cases} ELSE -1 END""" if kinds else "-1"
+    return f"""CASE WHEN "group" = '{group}' AND seq IS NOT NULL THEN {known} ELSE -1 END"""
+
+
+def _quoted(text: str) -> str:
+    return text.replace("'", "''")
+
+
+def _last_before(
+    is_first: NDArray[np.bool_], t0: Integers, end: Integers, counts: NDArray[np.bool_]
+) -> Integers:
+    """By span: the latest end of the spans before it in its step that count; 0 where none does."""
+    if not len(t0):
+        return t0
+    segment = np.cumsum(is_first) - 1
+    begin = t0[is_first][segment]
+    reach = int((end - begin).max()) + 2
+    so_far = np.maximum.accumulate(segment * reach + np.where(counts, end - begin + 1, 0))
+    before = np.concatenate([[0], so_far[:-1]]) - segment * reach
+    return np.where((before > 0) & ~is_first, begin + before - 1, 0)
+
+
+def _numbered(*columns: Integers) -> Integers:
+    """Equal rows have one number."""
+    order = np.lexsort(columns)
+    differs = np.zeros(len(order), np.int64)
+    for column in columns:
+        differs[1:] |= column[order][1:] != column[order][:-1]
+    found = np.empty(len(order), np.int64)
+    found[order] = np.cumsum(differs)
+    return found
 
 
 def _instance(rank_L: Integers, group: str, mesh: Mesh) -> Integers:
@@ -197,12 +238,18 @@ def _cause(launches: Launches, of: Integers, by: Lateness, at: int, *, in_gap: b
     return LATE if in_gap else SLOW
 
 
-def _sentence(run: Run, found: list[Late], spread: Swing, over: str) -> str:
+def _in_turns(launches: Launches, excess_L: Floats) -> str:
+    """What fills at least half of all the time by which launches were late."""
+    late = np.nan_to_num(excess_L) > LATE_NS
+    pauses = launches.garbage_L[late].sum() >= _HALF * excess_L[late].sum() > 0
+    return GARBAGE if pauses else "slow operations of the host, or computation that varies"
+
+
+def _sentence(run: Run, found: list[Late], spread: Swing, in_turns: str, over: str) -> str:
     late = [one for one in found if one.cause != SLOW]
     growing = (
         f"; the last launch of a collective comes {seconds(spread.first_s)} late at first and "
-        f"{seconds(spread.last_s)} in the second half, by ranks in turns: look for garbage "
-        "collection and slow operations of the host"
+        f"{seconds(spread.last_s)} in the second half, by ranks in turns; cause: {in_turns}"
         if spread.grows
         else ""
     )

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.telemetry.faults import Fault, GarbageGrowth, LateLauncher, SlowRank
@@ -13,6 +14,7 @@ from benchmarks.telemetry.synthetic import Job, write_segments
 from megascale.errors import DataError
 from megascale.telemetry.readers import READERS
 from megascale.telemetry.readers.answer import Answer, Window
+from megascale.telemetry.readers.late import Launches, stand_out
 from megascale.telemetry.store.run import open_run
 from megascale.topology import Mesh
 
@@ -51,11 +53,31 @@ def test_a_slow_rank_is_not_called_late(tmp_path: Path) -> None:
     assert "rank 6 computes slower (ask stragglers)" in answer.summary
 
 
-def test_garbage_collection_is_the_cause(tmp_path: Path) -> None:
+def test_garbage_collection_by_ranks_in_turns(tmp_path: Path) -> None:
+    """Whether one of them stands out or none: what their collectives lose grows, by its cause."""
     often = GarbageGrowth(per_step=0.01, chance=0.7)
     answer = _ask(tmp_path, Mesh(4, 2, 1), [often], 400)
-    assert set(answer.data["causes"]) == {"garbage collection"}
-    assert "cause: garbage collection" in answer.summary
+    assert answer.level != "ok"
+    assert set(answer.data["causes"]) <= {"garbage collection"}
+    assert answer.data["lost_grows"]
+    assert answer.summary.endswith("by ranks in turns; cause: garbage collection")
+
+
+def test_garbage_collection_of_one_rank_is_its_cause() -> None:
+    rank_L, meeting_L = np.tile(np.arange(4), 20), np.repeat(np.arange(20), 4)
+    pause_L = np.where(rank_L == 2, 30e6, 0.0)
+    launches = Launches(
+        rank_L=rank_L,
+        meeting_L=meeting_L,
+        step_L=meeting_L,
+        kind_L=np.zeros(80, np.int64),
+        own_L=100e6 + pause_L,
+        gap_L=pause_L,
+        garbage_L=pause_L,
+        kinds=("grad_sync reduce_scatter",),
+    )
+    (late,), _ = stand_out(launches)
+    assert (late.rank, late.cause, late.late_s) == (2, "garbage collection", 0.03)
 
 
 def test_nobody_is_late(tmp_path: Path) -> None:
