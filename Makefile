@@ -32,7 +32,7 @@ env-dev: $(DEV) ## the same and what the tests and checks need
 $(CORE): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $$(grep '^torch==' $(CONSTRAINTS)) -c $(CONSTRAINTS)
-	$(PIP) --editable '.[cluster]' tensorboard -c $(CONSTRAINTS)
+	$(PIP) --editable '.[cluster,telemetry]' -c $(CONSTRAINTS)
 	@touch $@
 
 $(DEV): $(CORE)
@@ -45,7 +45,7 @@ train: $(CORE) | $(DATA) ## train a small model on real text with 4 processes, a
 	$(BIN)/megascale generate $(RUN) --prompt "def "
 	@echo
 	@echo "The run is in $(RUN): its configuration, metrics, events and checkpoints."
-	@echo "Curves: $(BIN)/tensorboard --logdir $(RUN)"
+	@echo "See it: $(BIN)/megascale dashboard $(RUN)"
 
 $(DATA): | $(CORE)
 	$(BIN)/megascale data prepare --input stdlib --tokenizer train:BPE:4096 --output $(DATA)
