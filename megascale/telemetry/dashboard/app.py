@@ -19,7 +19,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Annotated, Any
 
 from megascale import __version__
@@ -37,7 +38,6 @@ from megascale.telemetry.dashboard.events import EventStream
 from megascale.telemetry.dashboard.feeds import logs, overview, places, readers, spans
 from megascale.telemetry.dashboard.state import State
 from megascale.telemetry.dashboard.static import page_files
-from megascale.telemetry.store.run import Run
 
 try:
     from fastapi import FastAPI, Query, Request, Response
@@ -88,12 +88,12 @@ def _serve_run(app: FastAPI, state: State) -> None:
     async def read(request: Request, reader: str) -> Response:
         chosen = readers.reader_named(state.readers, reader)
         query = dict(request.query_params)
-        window, key = readers.window_of(query), readers.key_of(reader, query)
-        return await _ask(request, state, key, lambda run: readers.read(run, chosen, window))
+        asked = state.ask_reader(chosen, readers.window_of(query), query)
+        return await _answered(request, asked)
 
     @app.get("/api/places")
     async def all_places(request: Request) -> Response:
-        return await _ask(request, state, "places", places.places)
+        return await _answered(request, state.live.ask("places", places.places))
 
     @app.get("/api/spans")
     async def some_spans(
@@ -105,7 +105,8 @@ def _serve_run(app: FastAPI, state: State) -> None:
         given = {"first": first, "last": last, "ranks": ranks}
         window = readers.window_of({k: v for k, v in given.items() if v is not None})
         key = ("spans", first, last, window.ranks)
-        return await _ask(request, state, key, lambda run: spans.spans(run, window))
+        asked = state.live.ask(key, lambda run: spans.spans(run, window))
+        return await _answered(request, asked)
 
 
 def _serve_files(app: FastAPI, state: State) -> None:
@@ -156,10 +157,8 @@ def _serve_actions(app: FastAPI, state: State) -> None:
         return {"ok": True}  # the page asks whether what it was given is the token
 
 
-async def _ask(
-    request: Request, state: State, key: Hashable, answer: Callable[[Run], Body]
-) -> Response:
-    future = asyncio.wrap_future(state.live.ask(key, answer))
+async def _answered(request: Request, asked: Future[Body]) -> Response:
+    future = asyncio.wrap_future(asked)
     try:
         body = await asyncio.wait_for(asyncio.shield(future), ANSWER_S)
     except TimeoutError:

@@ -1,5 +1,8 @@
 """The run, held by one thread: it refreshes it, and answers what needs it, one thing at a time.
 
+Questions that take long (the summary of 12,288 ranks asks a dozen readers) go to a second thread
+with a run of its own over the same store, so that what is on the screen does not wait behind them.
+
 However many browsers look, the store is read once: whoever asks the same of the same revision of
 the run gets the same answer, also while it is being made; and one that took long is given for four
 times as long, though the run went on. A question that finds too many before it, or waits too long,
@@ -60,6 +63,9 @@ class _Kept:
         return not self.future.cancelled() and (is_new or not self.future.done())
 
 
+_Question = tuple[_Kept, Callable[[Run], Body]]
+
+
 class LiveRun:
     """`start` and `close`; in between `seen` is current and `ask` answers.
 
@@ -79,26 +85,35 @@ class LiveRun:
         self._open_run, self._summarise, self._on_change = open_run, summarise, on_change
         self._refresh_s = refresh_s
         self._run: Run | None = None
-        self._questions: queue.Queue[tuple[_Kept, Callable[[Run], Body]]]
-        self._questions = queue.Queue(MOST_ASKED)
+        self._questions: queue.Queue[_Question] = queue.Queue(MOST_ASKED)
+        self._long_questions: queue.Queue[_Question] = queue.Queue(MOST_ASKED)
         self._answers: OrderedDict[Hashable, _Kept] = OrderedDict()
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="run", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._work, name="run", daemon=True),
+            threading.Thread(target=self._work_long, name="run, long questions", daemon=True),
+        ]
         self.seen = Seen()
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         self._closed.set()
-        if self._thread.is_alive():
-            self._thread.join(10.0)
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(10.0)
 
-    def ask(self, key: Hashable, answer: Callable[[Run], Body]) -> Future[Body]:
+    def ask(
+        self, key: Hashable, answer: Callable[[Run], Body], *, is_long: bool = False
+    ) -> Future[Body]:
         """`answer` of the run in the thread that holds it; for the same `key` the same future, as
         long as its answer is new enough. RefusedError (503) where there is no run, or too many
         questions wait.
+
+        is_long  in the second thread, one of them at a time
 
         The future's own error: DataError for what cannot be asked of this run.
         """
@@ -112,7 +127,8 @@ class LiveRun:
                 return found.future
             kept = _Kept(seen.revision, Future())
             try:
-                self._questions.put_nowait((kept, answer))
+                questions = self._long_questions if is_long else self._questions
+                questions.put_nowait((kept, answer))
             except queue.Full:
                 raise RefusedError(503, f"{MOST_ASKED} questions wait already; try again") from None
             self._answers[key] = kept
@@ -135,10 +151,36 @@ class LiveRun:
                     question = self._questions.get(timeout=wait_s)
                 except queue.Empty:
                     continue
-                self._answer(*question)
+                self._answer(*question, self._opened)
         finally:
             if self._run is not None:
                 self._run.__exit__(None, None, None)
+
+    def _opened(self) -> Run:
+        assert self._run is not None, "there is a revision, so there is a run"
+        return self._run
+
+    def _work_long(self) -> None:
+        own: Run | None = None
+
+        def newest() -> Run:
+            nonlocal own
+            if own is None:
+                own = self._opened().again()
+            else:
+                own.refresh()
+            return own
+
+        try:
+            while not self._closed.is_set():
+                try:
+                    question = self._long_questions.get(timeout=0.2)
+                except queue.Empty:
+                    continue
+                self._answer(*question, newest)
+        finally:
+            if own is not None:
+                own.__exit__(None, None, None)
 
     def _look(self) -> None:
         """Open the run, or see what is new in it."""
@@ -161,16 +203,17 @@ class LiveRun:
             self.seen = after
             self._on_change(before, after)
 
-    def _answer(self, kept: _Kept, answer: Callable[[Run], Body]) -> None:
+    def _answer(
+        self, kept: _Kept, answer: Callable[[Run], Body], run_of: Callable[[], Run]
+    ) -> None:
         if not kept.future.set_running_or_notify_cancel():
             return
-        assert self._run is not None, "there is a revision, so there is a run"
         began_s = time.monotonic()
         kept.revision = self.seen.revision
         body: Body | None = None
         why: Exception | None = None
         try:
-            body = answer(self._run)
+            body = answer(run_of())
         except (MegascaleError, RefusedError) as error:
             why = error
         except Exception as error:  # noqa: BLE001  a question's boundary: its asker is told

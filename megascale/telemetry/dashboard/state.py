@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megascale.errors import LaunchError
+from megascale.telemetry.dashboard.answers import Body
 from megascale.telemetry.dashboard.driver import Driver
 from megascale.telemetry.dashboard.events import Hub
 from megascale.telemetry.dashboard.feeds.overview import Summary, summarise
@@ -20,6 +22,7 @@ from megascale.telemetry.store.run import Run
 
 MOST_TOLD = 20  # new incidents of one event
 FIRST = ("hang", "summary")  # readers that every page asks, in this order
+LONG = frozenset({"summary", "late"})  # readers that take seconds of a large run
 
 
 class State:
@@ -54,6 +57,11 @@ class State:
         self.hub.close()
         self.live.close()
         self._watch.close()
+
+    def ask_reader(self, reader: Reader, window: Window, query: Mapping[str, str]) -> Future[Body]:
+        """What it answers, to be had once by all who ask the same; errors as of `LiveRun.ask`."""
+        answer = partial(read, reader=reader, window=window)
+        return self.live.ask(key_of(reader.name, query), answer, is_long=reader.name in LONG)
 
     def overview(self) -> dict[str, Any]:
         """`revision` 0 while there is no run; then `why` says what is missing."""
@@ -103,7 +111,7 @@ class State:
     def _warm(self) -> None:
         """Ask what every page asks first, while the person still opens it."""
         for reader in (self.readers[name] for name in FIRST if name in self.readers):
-            self.live.ask(key_of(reader.name, {}), partial(read, reader=reader, window=Window()))
+            self.ask_reader(reader, Window(), {})
 
     def _on_driver(self, seen: DriverSeen) -> None:
         status = seen.status or {}

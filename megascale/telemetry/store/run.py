@@ -65,6 +65,10 @@ class Run(Arrays):
     def close(self) -> None:
         self._store.close()
 
+    def again(self) -> Run:
+        """Another one over the same store, for another thread; this one alone catches up."""
+        return Run(self.run_dir, self._store.folder, catch_up=False)
+
     def refresh(self) -> bool:
         """See what was recorded since; whether there is anything new."""
         if self._catch_up:

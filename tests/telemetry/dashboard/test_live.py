@@ -26,6 +26,9 @@ class FakeRun:
     def __enter__(self) -> FakeRun:
         return self
 
+    def again(self) -> FakeRun:
+        return FakeRun()
+
     def __exit__(self, *_: object) -> None:
         self.closed = True
 
@@ -128,6 +131,33 @@ def test_an_answer_that_took_long_is_given_for_longer_though_the_run_went_on() -
         assert held.live.ask("heat map", slowly).result(5) is first
         time.sleep(0.1 * KEEP)
         assert held.live.ask("heat map", slowly).result(5) is not first
+
+
+def test_a_long_question_holds_up_no_short_one() -> None:
+    held_up = threading.Event()
+    runs: list[Run] = []
+
+    def wait(run: Run) -> Body:
+        runs.append(run)
+        assert held_up.wait(10)
+        return Body(b"long")
+
+    def at_once(run: Run) -> Body:
+        runs.append(run)
+        return Body(b"short")
+
+    with Held() as held:
+        until(lambda: held.live.seen.revision == 1, "opened")
+        summary = held.live.ask("summary", wait, is_long=True)
+        until(summary.running, "the summary is being made")
+        assert held.live.ask("heat map", at_once).result(5).raw == b"short"
+        assert not summary.done()
+        held_up.set()
+        assert summary.result(5).raw == b"long"
+        held.live.ask("late", at_once, is_long=True).result(5)
+    assert runs[0] is runs[2]
+    assert runs[0] is not runs[1]
+    assert all(cast(FakeRun, run).closed for run in runs)
 
 
 def test_too_many_questions_are_refused_and_an_error_reaches_its_asker_alone() -> None:
