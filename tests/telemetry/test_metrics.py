@@ -207,6 +207,7 @@ def test_without_wandb_one_line_says_what_to_do(
     assert lines[1:] == ["step: 1"]
 
 
+@pytest.mark.full
 def test_telemetry_does_not_import_torch(tmp_path: Path) -> None:
     program = f"""
 import sys

@@ -333,6 +333,7 @@ def test_progress_page(tmp_path: Path) -> None:
     assert issued == expected
 
 
+@pytest.mark.full
 def test_full_garbage_collections_are_spans_wherever_they_come() -> None:
     events: list[Event] = []
     recorder = Recorder(MonotonicClock(), events.append, span_interval=1)

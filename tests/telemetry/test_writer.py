@@ -22,6 +22,7 @@ def span(number: int) -> Span:
     return Span(rank=0, name="forward", t0_ns=number, dur_ns=1, clock="host")
 
 
+@pytest.mark.full
 def test_all_events_in_order_after_close(tmp_path: Path) -> None:
     path = line_file(tmp_path, 3)
     assert path == tmp_path / "telemetry" / "rank_00003.jsonl"
@@ -155,6 +156,7 @@ def _write_until_killed(path: Path) -> None:
         number += 1
 
 
+@pytest.mark.full
 def test_a_killed_writer_leaves_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     process = multiprocessing.get_context("spawn").Process(target=_write_until_killed, args=(path,))

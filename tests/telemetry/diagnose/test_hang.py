@@ -47,7 +47,17 @@ def _ask(hang: Hang) -> list[Finding]:
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
 def test_exactly_the_guilty_ranks(layout: str, kind: str) -> None:
-    for seed in range(30 if kind in SKIPS else 6):
+    _check_seeds(layout, kind, range(3))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("layout", "kind"), CASES)
+def test_exactly_the_guilty_ranks_of_many(layout: str, kind: str) -> None:
+    _check_seeds(layout, kind, range(3, 30 if kind in SKIPS else 6))
+
+
+def _check_seeds(layout: str, kind: str, seeds: range) -> None:
+    for seed in seeds:
         hang = plant(LAYOUTS[layout], kind, seed)
         found = _ask(hang)
         assert found[-1].ranks == hang.guilty, (seed, found)
@@ -66,6 +76,7 @@ def test_a_stopped_rank_is_found_in_every_phase(phase: str) -> None:
         assert why == "stopped"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["stop", "skip", "unsent"])
 def test_pages_alone_are_never_certain_and_wrong(kind: str) -> None:
     """Without the state of the process, which gives a stopped one away."""
@@ -80,6 +91,7 @@ def test_pages_alone_are_never_certain_and_wrong(kind: str) -> None:
     assert certain > 40 or kind in SKIPS  # of 200
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["skip", "unsent", "asleep", "gil"])
 def test_stacks_of_a_part_are_never_certain_and_wrong(kind: str) -> None:
     """Nodes' dumps come one after the other, and what is certain is acted on at once."""

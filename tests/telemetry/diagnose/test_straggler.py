@@ -61,6 +61,7 @@ def test_ten_percent_among_eight_within_three_windows(mesh: Mesh) -> None:
         assert stragglers(windows[:2], stage_R) is None
 
 
+@pytest.mark.full
 def test_three_percent_in_one_of_twelve_thousand() -> None:
     stage_R = _stages(LARGE)
     noise = Noise(stage_R, seed=5, slow={7_777: 0.03})
@@ -79,6 +80,7 @@ def test_a_slow_host_is_eight_slow_ranks() -> None:
     assert finding.ranks == tuple(range(40, 48))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "seed"), [(Mesh(1, 8, 1), 0), (Mesh(2, 2, 2), 1), (Mesh(8, 8, 1), 2)]
 )

@@ -50,6 +50,7 @@ def test_the_newest_steps_of_all_ranks(run: Path, tmp_path: Path) -> None:
     assert again.read_bytes() == output.read_bytes()
 
 
+@pytest.mark.full
 def test_a_pipeline_group_in_a_window(run: Path, tmp_path: Path) -> None:
     output = tmp_path / "pipeline.json"
     arguments = ("--first", "20", "--last", "21", "--view", "pipeline", "--rank", "5", "--no-align")
@@ -62,6 +63,7 @@ def test_a_pipeline_group_in_a_window(run: Path, tmp_path: Path) -> None:
     assert "clocks are as they were recorded: --no-align" in said
 
 
+@pytest.mark.full
 def test_others_can_ask_for_the_clocks_alone(run: Path, tmp_path: Path) -> None:
     with open_run(run) as opened:
         clocks = clocks_of(opened, 11, 25)
@@ -76,6 +78,7 @@ def test_steps_without_spans_are_said(run: Path, tmp_path: Path) -> None:
     assert "note: none of these steps has its spans" in said
 
 
+@pytest.mark.full
 def test_what_cannot_be_asked(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"must end in \.json"):
         trace(run, "-o", tmp_path / "trace.zip")
