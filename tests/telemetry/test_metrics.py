@@ -71,6 +71,7 @@ def test_every_field_has_a_tensorboard_name() -> None:
     assert set(metrics_module._TENSORBOARD) == names
 
 
+@pytest.mark.full
 def test_console_jsonl_and_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.util import tensor_util

@@ -48,6 +48,7 @@ def _write(folder: Path, rank: int, step: int) -> None:
         writer(Dropped(rank=rank, where="writer", count=3))
 
 
+@pytest.mark.full
 def test_a_scrape(tmp_path: Path) -> None:
     for rank in (0, 1):
         _write(tmp_path, rank, 7 + rank)
@@ -111,6 +112,7 @@ def test_without_the_package(
     assert "pip install 'megascale[telemetry]'" in caplog.text
 
 
+@pytest.mark.full
 def test_the_endpoint_is_a_process(tmp_path: Path) -> None:
     _write(tmp_path, 0, 5)
     port = free_port()
@@ -138,6 +140,7 @@ def test_it_ends_with_who_began_it(tmp_path: Path) -> None:
     assert time.monotonic() - began_s < 5
 
 
+@pytest.mark.full
 def test_the_tail_of_a_file_that_grows_and_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     tail = Tail(path)

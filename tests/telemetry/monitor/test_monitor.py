@@ -132,6 +132,7 @@ def _send(num_bytes: int, chunk: bytes = b"x" * 65536) -> None:
     receiver.close()
 
 
+@pytest.mark.full
 def test_the_loopback_under_traffic(tmp_path: Path) -> None:
     thread = threading.Timer(0.1, _send, (64 << 20,))
     ports = sysfs_ports(Path("/sys"), ["lo"])
@@ -220,6 +221,7 @@ def _ask(folder: Path) -> Answer:
     return answer
 
 
+@pytest.mark.full
 def test_planted_congestion_is_named(tmp_path: Path) -> None:
     tree, run_dir = Tree(tmp_path / "sys"), tmp_path / "run"
     _run_folder(run_dir, "h0")
@@ -248,6 +250,7 @@ def test_nothing_was_sampled(tmp_path: Path) -> None:
     assert "no port was sampled; megascale monitor" in _ask(tmp_path).summary
 
 
+@pytest.mark.full
 def test_the_verb_samples_in_a_child(tmp_path: Path) -> None:
     tree, said = Tree(tmp_path / "sys", num_ports=1), list[str]()
     run_dir = tmp_path / "run"

@@ -69,6 +69,7 @@ def test_a_clean_run(ask: Ask, reader: str) -> None:
     assert all(len(line) <= 100 for line in answer.lines if "  " in line), answer.lines
 
 
+@pytest.mark.full
 def test_a_slow_rank(ask: Ask) -> None:
     fault = SlowRank(rank=5, share=0.10)
     answer = ask("stragglers", fault)

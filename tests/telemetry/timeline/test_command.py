@@ -32,6 +32,7 @@ def trace(*arguments: str | Path) -> str:
     return result.output
 
 
+@pytest.mark.full
 def test_the_newest_steps_of_all_ranks(run: Path, tmp_path: Path) -> None:
     output = tmp_path / "all.json.gz"
     said = trace(run, "-o", output)
