@@ -2,8 +2,8 @@
 
 So a run needs no process beside it: its readers are its store. They take the lock that a store
 process holds for its life; where they do not get it, somebody else stores and they read on.
-A run folder that cannot be written (somebody else's, or on a read-only disk) is stored under the
-temporary folder, beginning with the segments that it has.
+A run folder that cannot be written (somebody else's, on a read-only disk, or on a full one) is
+stored under the temporary folder, beginning with the segments that it has.
 
 Memory is a batch (`writing.FLUSH_BYTES`) however large the run: 10 GB of lines in 32 MB pieces. Of
 files that grow meanwhile, what was there at the beginning is stored.
@@ -29,7 +29,7 @@ from megascale.telemetry.path.queue import MOST_BYTES as MOST_READ_BYTES
 from megascale.telemetry.store.merging import merge_what_is_due
 from megascale.telemetry.store.retention import retain
 from megascale.telemetry.store.segments import live_segments, store_folder
-from megascale.telemetry.store.writing import StoreLock, StoreWriter
+from megascale.telemetry.store.writing import FLUSH_BYTES, StoreLock, StoreWriter
 
 MERGE_ABOVE = 24  # segments
 LOCK_WAIT_S = 5.0  # for another reader that catches up; a store process holds it for its life
@@ -58,25 +58,37 @@ def catch_up(
     """Store what is new of a run, all of it or what can be done by the deadline.
 
     progress  called with (bytes done, bytes to do) at every commit
-    DataError: the store is of another version, or its disk is full.
+    DataError: the store is of another version, or the disk of the temporary folder is full, too.
     """
     folder = store_folder(run_dir)
     if not telemetry_folder(run_dir).is_dir():
         return CaughtUp(folder)
     give_up_s = None if deadline_s is None else time.monotonic() + deadline_s
-    lock = StoreLock(folder)
     try:
-        has_lock = _acquire(lock, give_up_s)
+        return _catch_up_in(run_dir, folder, give_up_s, progress)
     except OSError:
-        folder = _folder_elsewhere(run_dir)
-        lock = StoreLock(folder)
-        has_lock = _acquire(lock, give_up_s)
-    if not has_lock:
+        pass
+    except DataError:
+        if not _is_disk_full(folder):
+            raise
+    return _catch_up_in(run_dir, _folder_elsewhere(run_dir), give_up_s, progress)
+
+
+def _catch_up_in(
+    run_dir: Path, folder: Path, give_up_s: float | None, progress: Progress | None
+) -> CaughtUp:
+    """OSError: the folder cannot be written. DataError: a segment cannot."""
+    lock = StoreLock(folder)
+    if not _acquire(lock, give_up_s):
         return CaughtUp(folder, is_held=True)
     with lock:
         _bring_along(store_folder(run_dir), folder)
         done, left = _store(run_dir, folder, give_up_s, progress)
     return CaughtUp(folder, done, left)
+
+
+def _is_disk_full(folder: Path) -> bool:
+    return shutil.disk_usage(folder).free < FLUSH_BYTES
 
 
 def _store(

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megascale.telemetry.shown import named, ranks_text
+from megascale.telemetry.shown import counted, named, ranks_text
 from megascale.telemetry.store.starts import Extents, Headers
 from megascale.topology import Mesh
 
@@ -38,7 +39,7 @@ class Seen:
 
 
 def caveats_of(seen: Seen, dropped: Any, unreadable: Any) -> Iterator[str]:
-    """dropped, unreadable: Arrow tables of the counts by rank and start, and by file."""
+    """dropped, unreadable: Arrow tables of the counts by rank and start, and by file and reason."""
     if not len(seen.number_H):
         return
     yield from _missing_ranks(seen)
@@ -132,10 +133,14 @@ def _dropped(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _unreadable(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    for row in rows[:_SHOWN]:
-        yield (
-            f"{row['count']} lines of {row['file']} are left out, the first at byte "
-            f"{row['first']}: {row['why']}"
+    """A sentence a file, with every reason: an unknown version does not hide behind a torn line."""
+    files = [(file, [*of]) for file, of in groupby(rows, key=lambda row: str(row["file"]))]
+    for file, of in files[:_SHOWN]:
+        reasons = "; ".join(
+            row["why"] if row["count"] == 1 else f"{row['why']} ({row['count']} lines)"
+            for row in of[:_SHOWN]
         )
-    if len(rows) > _SHOWN:
-        yield f"{len(rows) - _SHOWN} more files have lines that are left out"
+        number = counted(sum(row["count"] for row in of), "line")
+        yield f"left out of {file}: {number}, the first at byte {of[0]['first']}: {reasons}"
+    if len(files) > _SHOWN:
+        yield f"{len(files) - _SHOWN} more files have lines that are left out"

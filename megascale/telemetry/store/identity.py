@@ -112,9 +112,8 @@ _DROPPED = (
     "ORDER BY rank, start"
 )
 _UNREADABLE = (
-    "SELECT any_value(rank) AS rank, file, sum(count)::BIGINT AS count, "
-    'arg_min(why, "offset") AS why, min("offset") AS first FROM unreadable '
-    "GROUP BY file ORDER BY file"
+    'SELECT file, why, sum(count)::BIGINT AS count, min("offset") AS first FROM unreadable '
+    "GROUP BY file, why ORDER BY file, first"
 )
 
 

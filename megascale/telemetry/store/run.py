@@ -71,10 +71,14 @@ class Run(Arrays):
 
     def refresh(self) -> bool:
         """See what was recorded since; whether there is anything new."""
+        folder = self._store.folder
         if self._catch_up:
-            store_the_rest(self.run_dir)
-        is_new = self._store.refresh()
-        if is_new:
+            folder = store_the_rest(self.run_dir).folder
+        if folder != self._store.folder:  # its disk has become full, or has room again
+            self._store.close()
+            self._store, is_new = Store(folder), True
+            self._identity = identify(self._store)
+        elif is_new := self._store.refresh():
             self._identity = identify(self._store, self._identity.known)
         before, self._metrics = self._metrics, self._read_metrics()
         return is_new or len(self._metrics.lines) != len(before.lines)
@@ -177,6 +181,12 @@ class Run(Arrays):
             f"segment {path.name} of the store cannot be read and is left out: {why}"
             for path, why in sorted(self._store.damaged.items())
         ]
+        usual = store_folder(self.run_dir)
+        if self._store.folder != usual:
+            found.append(
+                f"{usual} cannot be written (its disk is full, or it is not yours): the run is "
+                f"stored in {self._store.folder}"
+            )
         bad = self._metrics.num_bad
         if bad:
             found.append(f"{counted(bad, 'line')} of metrics.jsonl are no JSON and are left out")
