@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from benchmarks.telemetry.faults import Fault, Restart
 from benchmarks.telemetry.synthetic_lines import lines_of
+from benchmarks.telemetry.synthetic_program import Program
 from benchmarks.telemetry.synthetic_spans import SpanTable, add_step
 from benchmarks.telemetry.synthetic_tables import (
     counter_rows,
@@ -32,7 +33,7 @@ from benchmarks.telemetry.synthetic_tables import (
     steps_table,
     sums_table,
 )
-from benchmarks.telemetry.synthetic_times import Layout, Program, Times, step_times
+from benchmarks.telemetry.synthetic_times import Layout, Times, step_times
 from megascale.cluster.chaos.noise import MODEL, Noise
 from megascale.plan.actions import PipelineShape
 from megascale.telemetry.store.segments import arrow_schema, store_folder, write_segment

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.telemetry.synthetic_times import SPAN_OF, TRANSFER_SHARE, Layout, Program, Times
+from benchmarks.telemetry.synthetic_program import Program
+from benchmarks.telemetry.synthetic_times import SPAN_OF, TRANSFER_SHARE, Layout, Times
 from megascale.plan.actions import ActionKind
 from megascale.telemetry.store.segments import arrow_schema
 

@@ -31,8 +31,8 @@ from benchmarks.telemetry.faults import (
     SlowHost,
     SlowRank,
 )
-from megascale.plan.actions import COMPUTES, INPUT_GRADIENTS, Action, ActionKind, PipelineShape
-from megascale.plan.schedules import build_stage
+from benchmarks.telemetry.synthetic_program import Program
+from megascale.plan.actions import Action, ActionKind
 from megascale.topology import Mesh
 
 Floats = NDArray[np.float64]
@@ -54,46 +54,6 @@ SPAN_OF = {
 TENSOR_SHARE, GRADIENT_SHARE, GATHER_SHARE, OPTIMIZER_SHARE = 0.10, 0.05, 0.02, 0.04
 TRANSFER_SHARE = 0.002  # of a micro-batch's activation to the next stage
 DATA_WAIT_SHARE, WORLD_SHARE = 0.001, 0.0005
-
-
-@dataclass(frozen=True)
-class Compute:
-    """One compute of a stage: which action, of which place in the stage's order, what feeds it."""
-
-    stage: int
-    action: Action
-    feeder: Action | None
-
-
-class Program:
-    """The computes of all stages in an order in which each comes behind what feeds it."""
-
-    def __init__(self, schedule: str, shape: PipelineShape) -> None:
-        self.shape = shape
-        of_stage = [
-            [a for a in build_stage(schedule, shape, s) if a.kind in COMPUTES]
-            for s in range(shape.stages)
-        ]
-        self.kinds = {a.kind for actions in of_stage for a in actions}
-        (self._input_gradient,) = self.kinds & INPUT_GRADIENTS
-        self.computes: list[Compute] = []
-        done: set[Action] = set()
-        left = [list(reversed(actions)) for actions in of_stage]
-        while any(left):
-            for stage, actions in enumerate(left):
-                while actions and (feeder := self._feeder(actions[-1])) in (None, *done):
-                    action = actions.pop()
-                    self.computes.append(Compute(stage, action, feeder))
-                    done.add(action)
-
-    def _feeder(self, action: Action) -> Action | None:
-        """The compute of another chunk that this one needs the result of."""
-        chunk, m = action.chunk, action.micro_batch
-        if action.kind is ActionKind.FORWARD and chunk > 0:
-            return Action(ActionKind.FORWARD, chunk - 1, m)
-        if action.kind is self._input_gradient and chunk < self.shape.last_chunk:
-            return Action(self._input_gradient, chunk + 1, m)
-        return None
 
 
 @dataclass(frozen=True)
