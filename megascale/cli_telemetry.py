@@ -161,6 +161,7 @@ def stream(
     import logging
 
     from megascale.telemetry.path.command import Stream, stream_until_signal, telemetry_config
+    from megascale.telemetry.shown import counted
     from megascale.telemetry.timeline.selection import parse_ranks
 
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
@@ -172,7 +173,8 @@ def stream(
         ranks=None if ranks is None else parse_ranks(ranks),
     )
     done = stream_until_signal(part)
-    typer.echo(f"{done.num_bytes / 1e6:.1f} MB streamed, {done.num_segments} segments stored")
+    segments = counted(done.num_segments, "segment")
+    typer.echo(f"{done.num_bytes / 1e6:.1f} MB streamed, {segments} stored")
 
 
 def monitor(
