@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megascale.errors import DataError
+from megascale.telemetry.diagnose.late import LEAST
 from megascale.telemetry.readers import READERS
 from megascale.telemetry.readers.answer import Answer, Level, Window
 from megascale.telemetry.readers.asking import settings
@@ -21,6 +22,8 @@ ASKED = (
     *("communication", "bubbles", "restarts"),
 )
 """In the order of urgency among findings of one level."""
+MANY_RANKS = 1024  # from here on `late` is asked of few steps: it reads every span of them
+LATE_STEPS = LEAST + 2  # with spans, of many ranks: as many as can call a rank late
 _RANK: dict[Level, int] = {"alert": 0, "notice": 1, "ok": 2}
 
 
@@ -29,7 +32,7 @@ def ask(run: Run, window: Window) -> Answer:
     silent: dict[str, str] = {}
     for name in ASKED:
         try:
-            answers[name] = READERS[name].ask(run, Window(*_bounds(window), ranks=window.ranks))
+            answers[name] = READERS[name].ask(run, _window(run, name, window))
         except DataError as error:
             silent[name] = str(error)
     found = sorted(
@@ -54,8 +57,13 @@ def ask(run: Run, window: Window) -> Answer:
     )
 
 
-def _bounds(window: Window) -> tuple[int | None, int | None]:
-    return window.first_step, window.last_step
+def _window(run: Run, name: str, window: Window) -> Window:
+    """What reader `name` is asked about. 400 steps of 12,288 ranks are 40 million spans."""
+    first, last = window.first_step, window.last_step
+    if name == "late" and first is None and run.mesh.world_size >= MANY_RANKS:
+        interval = int(settings(run, "telemetry").get("span_interval") or 1)
+        first, _ = run.bounds(Window(last_step=last), LATE_STEPS * interval)
+    return Window(first, last, ranks=window.ranks)
 
 
 def _speed(run: Run, window: Window) -> tuple[str, dict[str, Any]]:
