@@ -70,7 +70,10 @@ class Run(Arrays):
         return Run(self.run_dir, self._store.folder, catch_up=False)
 
     def refresh(self) -> bool:
-        """See what was recorded since; whether there is anything new."""
+        """See what was recorded since; whether there is anything new. DataError: the run's folder
+        is gone."""
+        if not (self.run_dir / "telemetry").is_dir():
+            raise DataError(f"{self.run_dir} is gone, or holds no run any more")
         folder = self._store.folder
         if self._catch_up:
             folder = store_the_rest(self.run_dir).folder

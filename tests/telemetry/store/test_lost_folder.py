@@ -1,7 +1,8 @@
-"""A run whose disk becomes full while it is looked at, and has room again."""
+"""A run that is looked at while its disk becomes full and has room again, or its folder goes."""
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -53,3 +54,11 @@ def test_what_comes_is_stored_elsewhere_and_that_is_said(
         assert run.refresh()
         assert _num_steps(run) == 12
         assert run.caveats() == []
+
+
+def test_a_folder_that_goes_is_said(tmp_path: Path) -> None:
+    write_lines(tmp_path / "run", Job(mesh=Mesh(1, 2, 1), num_steps=12, micro_batches=2))
+    with open_run(tmp_path / "run") as run:
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(DataError, match="run is gone"):
+            run.refresh()
