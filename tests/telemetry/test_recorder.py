@@ -64,6 +64,8 @@ class FakeClock:
     def release(self, mark: int) -> None:
         self.num_live -= 1
 
+    def reached(self, event: Any, host_ns: int | None) -> None: ...
+
     def anchor(self) -> None:
         self.pending_anchors.append(
             Anchor(rank=3, clock="device", t_ns=self.now, reading_ns=2, error_ns=3)
