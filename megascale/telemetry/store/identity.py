@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from megascale.telemetry.store.caveats import Seen, caveats_of
 from megascale.telemetry.store.queries import Store
+from megascale.telemetry.store.segments import Segment
 from megascale.telemetry.store.starts import (
     NEVER,
     Extents,
@@ -73,14 +73,14 @@ class Identity:
     places: Places
     caveats: tuple[str, ...]
     numbers: Mapping[tuple[int, int], int]
-    known: Mapping[Path, Extents] = field(default_factory=dict)
+    known: Mapping[Segment, Extents] = field(default_factory=dict)
 
     def number_of(self, rank: int, start: int) -> int:
         """The job's start; what lies before a rank's first header belongs to the first."""
         return self.numbers.get((rank, start), 0)
 
 
-def identify(store: Store, known: Mapping[Path, Extents] | None = None) -> Identity:
+def identify(store: Store, known: Mapping[Segment, Extents] | None = None) -> Identity:
     """Look at all headers and extents, and set which rows of `store` count."""
     table = store.table("SELECT * FROM ranks WHERE rank >= 0 ORDER BY rank, start")  # no nodes
     headers = Headers(*(_integers(table, n) for n in ("rank", "start", "epoch", "unix_ns")))
@@ -117,17 +117,17 @@ _UNREADABLE = (
 )
 
 
-def _extents(store: Store, known: Mapping[Path, Extents]) -> dict[Path, Extents]:
+def _extents(store: Store, known: Mapping[Segment, Extents]) -> dict[Segment, Extents]:
     found = {}
     for segment in store.segments:
-        old = known.get(segment.path)
+        old = known.get(segment)
         if old is None:
             table = store.of_segment(segment, "steps", _EXTENTS)
             if table is None:
                 continue
             names = ("rank", "start", "first", "last", "count", "begin_ns", "end_ns")
             old = Extents(*(_integers(table, name) for name in names))
-        found[segment.path] = old
+        found[segment] = old
     return found
 
 

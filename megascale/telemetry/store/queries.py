@@ -53,7 +53,7 @@ class Store:
     def refresh(self) -> bool:
         """List the segments again; whether they are others than before."""
         found = [one for one in live_segments(self.folder) if one.path not in self.damaged]
-        if [one.path for one in found] == [one.path for one in self.segments]:
+        if found == self.segments:
             return False
         self.segments = found
         self._make_views()

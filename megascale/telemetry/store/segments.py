@@ -49,11 +49,15 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One commit, or several merged: those numbered `first` to `last`."""
+    """One commit, or several merged: those numbered `first` to `last`.
+
+    written_ns  tells it from one of the same number, after the run's folder was replaced
+    """
 
     path: Path
     first: int
     last: int
+    written_ns: int = 0
 
     def table(self, name: str) -> Path | None:
         """Its Parquet file of a table, None where it has no rows of it."""
@@ -106,9 +110,14 @@ def live_segments(folder: Path) -> list[Segment]:
         return []
     for name in names:
         match = _NAME.fullmatch(name)
-        if match is not None and (folder / name / POSITIONS).exists():
-            first = int(match[1])
-            found.append(Segment(folder / name, first, int(match[2] or first)))
+        if match is None:
+            continue
+        try:
+            written_ns = (folder / name / POSITIONS).stat().st_mtime_ns
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        first = int(match[1])
+        found.append(Segment(folder / name, first, int(match[2] or first), written_ns))
     found.sort(key=lambda segment: (segment.first, -segment.last))
     live: list[Segment] = []
     for segment in found:

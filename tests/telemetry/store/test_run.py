@@ -146,6 +146,20 @@ def test_segments_deleted_under_a_query_are_listed_again(
 
 
 @pytest.mark.full
+@pytest.mark.full
+def test_another_run_in_the_same_place_is_seen(tmp_path: Path) -> None:
+    """Its segments have the numbers of those that were there."""
+    run_dir = tmp_path / "run"
+    write_segments(run_dir, Job(mesh=Mesh(1, 2, 1), num_steps=5))
+    with open_run(run_dir, catch_up=False) as run:
+        assert (run.mesh.world_size, run.steps()) == (2, (1, 5))
+        shutil.rmtree(run_dir)
+        write_segments(run_dir, Job(mesh=Mesh(2, 2, 1), num_steps=7))
+        assert run.refresh()
+        assert (run.mesh.world_size, run.steps()) == (4, (1, 7))
+        assert [start.steps for start in run.starts] == [(1, 7)]
+
+
 def test_a_damaged_segment_is_left_out_and_named(folders: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(folders["segments"], tmp_path / "run")
     folder = store_folder(tmp_path / "run")
