@@ -55,7 +55,7 @@ def profile_run(
     say: Callable[[str], object] = print,
 ) -> None:
     """Ask, wait, and say where the files lie. LaunchError: a rank refused or did not answer."""
-    moment = _when_it_steps(run_dir)
+    moment = when_it_steps(run_dir)
     wanted = list(range(moment.world_size)) if ranks is None else sorted(set(ranks))
     strangers = [rank for rank in wanted if not 0 <= rank < moment.world_size]
     if strangers:
@@ -79,9 +79,9 @@ def profile_run(
     _judge(run_dir, chosen, wanted, answers, limit_s)
 
 
-def _when_it_steps(run_dir: Path) -> Moment:
-    """A device's steps are in the file a step and a flush later than in the log, and the first one
-    compiles: whoever asks right then waits a little."""
+def when_it_steps(run_dir: Path) -> Moment:
+    """`where_is`, with patience: steps are in the file a flush later than in the log, of a device a
+    step more, and the first one compiles."""
     give_up_s = time.monotonic() + _FIRST_STEP_S
     while True:
         try:
@@ -109,7 +109,8 @@ def where_is(run_dir: Path) -> Moment:
             break
     if header is None:
         with files[0].open("rb") as file:
-            header = parse_line(file.readline())
+            line = file.readline()
+        header = parse_line(line) if line.endswith(b"\n") else None
     if not isinstance(step, Step) or not isinstance(header, Header):
         raise NoStepYetError(f"{run_dir} has finished no step yet; ask again when it has")
     return Moment(step.step, step.dur_ns / 1e9, header.world_size)

@@ -19,7 +19,7 @@ from megascale.cli import app
 from megascale.errors import ConfigError, LaunchError
 from megascale.events import Span, read_events
 from megascale.telemetry.clock import MonotonicClock
-from megascale.telemetry.profiling import profile_run, where_is
+from megascale.telemetry.profiling import profile_run, when_it_steps, where_is
 from megascale.telemetry.recorder import Recorder
 from megascale.telemetry.requests import (
     Answer,
@@ -338,7 +338,7 @@ def test_a_run_that_ends_inside_of_a_window_ends_as_it_would_have(tmp_path: Path
     arguments = ["train", str(write_recipe(tmp_path)), "--nproc", "2", *flags(settings)]
     with started(arguments) as process:
         _wait_for_steps(run, process)
-        first = where_is(run).step_ahead()
+        first = when_it_steps(run).step_ahead()
         write_request(run, Request("cut", "torch", first, 1000))
         wait_until(lambda: where_is(run).step > first + 1, process)
         process.send_signal(15)
