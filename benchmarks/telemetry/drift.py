@@ -99,7 +99,8 @@ def main() -> None:
         num_ranks=1,
         on_gpus=torch.cuda.device_count() > 0,
         command=f"python -m benchmarks.telemetry.drift --model {arguments.model} "
-        f"--steps {arguments.steps}",
+        f"--steps {arguments.steps}"
+        + "".join(f" --set {override}" for override in arguments.overrides),
         given_commit=arguments.commit or None,
     )
     row = {

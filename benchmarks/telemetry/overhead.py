@@ -104,7 +104,8 @@ def main() -> None:
         num_ranks=arguments.nproc,
         on_gpus=torch.cuda.device_count() > 0,
         command=f"python -m benchmarks.telemetry.overhead --model {arguments.model} "
-        f"--rounds {arguments.rounds} --steps {arguments.steps}",
+        f"--rounds {arguments.rounds} --steps {arguments.steps} --warm-up {arguments.warm_up}"
+        + "".join(f" --set {override}" for override in arguments.overrides),
         given_commit=arguments.commit or None,
     )
     value = statistics.median(ratios)

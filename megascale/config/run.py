@@ -101,8 +101,7 @@ class TelemetryConfig(Section):
     )
     memory_snapshot_on_oom: bool = Field(
         True,
-        description="a GPU that is out of memory leaves what it held in "
-        "RUN/profiles/out-of-memory; costs nothing before",
+        description="a GPU that is out of memory leaves what it held in RUN/profiles/out-of-memory",
     )
     memory_interval: int = Field(
         100, ge=0, description="every rank says its peak memory every N steps; 0: when it ends"

@@ -1,7 +1,7 @@
 """Every rank's peak memory, every so many steps: who grows, and who is full (MegaScale 5).
 
 The log line knows the writing rank's alone, and the incident at a run's end comes too late for the
-rank that ran out before. Host only: a question to the allocator, 0.1 ms every hundred steps.
+rank that ran out before. It asks the allocator on the host, and never waits for the device.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ is NaN.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,14 +54,15 @@ class PhaseTimes:
     ns_SR: Mapping[str, Floats]
 
 
-class Arrays:
+class Arrays(ABC):
     """The part of a run that gives arrays; `Run` has the store and knows who the ranks are."""
 
     _store: Store
 
     @property
+    @abstractmethod
     def places(self) -> Places:
-        raise NotImplementedError
+        """Who the ranks are."""
 
     def phases(self) -> tuple[str, ...]:
         """The names of all spans whose sums are there."""
