@@ -14,6 +14,7 @@ import typer
 
 from megascale import __version__
 from megascale.cli_cluster import Overrides, chaos, run, selfcheck
+from megascale.cli_plan import calibrate, plan, simulate
 from megascale.cli_telemetry import dashboard, diagnose, monitor, profile, stream, trace
 from megascale.errors import MegascaleError
 
@@ -31,7 +32,20 @@ app.add_typer(data_app, name="data")
 app.add_typer(convert_app, name="convert")
 app.add_typer(bench_app, name="bench")
 
-for verb in (run, selfcheck, chaos, diagnose, trace, profile, dashboard, stream, monitor):
+for verb in (
+    run,
+    selfcheck,
+    chaos,
+    plan,
+    simulate,
+    calibrate,
+    diagnose,
+    trace,
+    profile,
+    dashboard,
+    stream,
+    monitor,
+):
     app.command()(verb)
 
 

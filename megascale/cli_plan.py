@@ -1,0 +1,98 @@
+"""The verbs that plan: `plan`, `simulate`, `calibrate`. They need no GPU, but for `calibrate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megascale.cli_cluster import Overrides
+
+ClusterFile = Annotated[
+    str, typer.Option("--cluster", help="cluster file, or h200, h100, a100, paper")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+def plan(
+    recipe: Annotated[Path | None, typer.Argument(help="TOML recipe")] = None,
+    overrides: Overrides = None,
+    cluster: ClusterFile = "h200",
+    gpus: Annotated[int | None, typer.Option(min=1, help="default: all of the cluster")] = None,
+    top: Annotated[int, typer.Option(min=1, help="layouts to show")] = 5,
+    tokens: Annotated[
+        float | None, typer.Option(help="to train on: days, GPU-hours and cost are told for them")
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option("--price-per-gpu-hour", min=0.0, help="in your currency")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="write one HTML file with plots")] = None,
+    validate: Annotated[
+        bool, typer.Option("--validate", help="predict what was measured, and show the errors")
+    ] = False,
+    data: Annotated[
+        Path | None, typer.Option(help="--validate: CSV of further measured runs")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Which layout, what step time, MFU and memory, why the runner-up lost, and how sure."""
+    from megascale.plan.start import start_plan, start_validation
+
+    if validate:
+        typer.echo(start_validation(data, as_json=as_json))
+        return
+    typer.echo(
+        start_plan(
+            recipe,
+            overrides or [],
+            cluster=cluster,
+            gpus=gpus,
+            top=top,
+            tokens=tokens,
+            price=price,
+            report=report,
+            as_json=as_json,
+        )
+    )
+
+
+def simulate(
+    recipe: Annotated[Path | None, typer.Argument(help="TOML recipe")] = None,
+    overrides: Overrides = None,
+    cluster: ClusterFile = "h200",
+    gpus: Annotated[int | None, typer.Option(min=1, help="default: all of the cluster")] = None,
+    paper: Annotated[
+        str | None, typer.Option(help="replay table2, table3 or fig9 of the paper")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="write the step as a Chrome / Perfetto trace")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a step's action lists at the cluster's prices: a timeline, and where the time goes."""
+    from megascale.plan.simulate.start import start_simulation
+
+    typer.echo(
+        start_simulation(
+            recipe,
+            overrides or [],
+            cluster=cluster,
+            gpus=gpus,
+            paper=paper,
+            trace=trace,
+            as_json=as_json,
+        )
+    )
+
+
+def calibrate(
+    output: Annotated[Path, typer.Argument(help="cluster file to write")],
+    nproc: Annotated[int | None, typer.Option(min=1, help="devices; default: all here")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="a coarse grid: a minute")] = False,
+    budget_s: Annotated[float, typer.Option(min=1, help="no sample begins after it")] = 300.0,
+) -> None:
+    """Measure this machine's devices and links, and write a cluster file for `plan`."""
+    from megascale.train.calibrate.start import start_calibration
+
+    typer.echo(start_calibration(output, nproc=nproc, quick=quick, budget_s=budget_s))
