@@ -16,6 +16,16 @@ _IN_GROUPS_OF_STAGES = ("interleaved_1f1b", "interleaved_zb")
 class ParallelismConfig(Section):
     """Degrees of 3D parallelism (MegaScale 2); sequence parallelism always goes with tensor."""
 
+    layout: Literal["given", "auto"] = Field(
+        "given",
+        description="given: the degrees below; auto: the planner chooses them for the ranks of the "
+        "run, and schedule, ZeRO stage, micro-batch and recomputation with them",
+    )
+    cluster: str = Field(
+        "",
+        description="with layout auto and in dry runs: a cluster file, or h200, h100, a100, paper; "
+        "empty: by the device's name; on a CPU nothing is priced",
+    )
     tensor_parallel_size: int = Field(1, ge=1)
     pipeline_parallel_size: int = Field(1, ge=1)
     virtual_pipeline_size: int = Field(1, ge=1, description="model chunks a stage")

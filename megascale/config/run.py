@@ -244,6 +244,12 @@ class RunConfig(Section):
         Raises ConfigError where the degrees do not fill the world or the batch does not divide.
         """
         par = self.parallelism
+        if par.layout == "auto":
+            raise ConfigError(
+                "parallelism.layout is 'auto': `megascale train` and `megascale run` choose a "
+                "layout when they start; elsewhere give one (`megascale plan RECIPE` prints it) "
+                "with --set parallelism.layout=given"
+            )
         model_ranks = par.model_parallel_size
         if world_size % model_ranks:
             raise ConfigError(
