@@ -6,8 +6,8 @@ A whole number is a legal float; nothing else is converted. Bounds and choices a
 
 from __future__ import annotations
 
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 from pydantic.fields import FieldInfo
@@ -45,7 +45,8 @@ def check_type(value: Any, field: FieldInfo) -> None:
 
 def _types(annotation: Any) -> set[Any]:
     """Those of a union, or the one type."""
-    return set(get_args(annotation)) or {annotation}
+    is_union = get_origin(annotation) in (Union, UnionType)
+    return set(get_args(annotation)) if is_union else {annotation}
 
 
 def _bounds(field: FieldInfo) -> str:
