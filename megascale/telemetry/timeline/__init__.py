@@ -4,8 +4,8 @@
     selection.py  which ranks, in which order             groups.py   who is meant by "data"
     ends.py       who communicates when                   arrows.py   which ends belong together
     alignment.py  one clock for all hosts                 lanes.py    spans that overlap
-    rows.py       a rank in the trace format              writer.py   the file
-    drawing.py    all of it                               command.py  `megascale trace`
+    rows.py       a rank in the trace format              drawing.py  all of it
+    command.py    `megascale trace`                       (the file: megascale/trace.py)
 
 Times are wall-clock ns from the source to the file, whose own are microseconds.
 """

@@ -21,8 +21,8 @@ from megascale.telemetry.timeline.groups import Groups
 from megascale.telemetry.timeline.rows import Rows
 from megascale.telemetry.timeline.selection import Selection
 from megascale.telemetry.timeline.source import RankRecord, Source
-from megascale.telemetry.timeline.writer import write_json
 from megascale.topology import Mesh
+from megascale.trace import write_json
 
 
 @dataclass

@@ -14,7 +14,7 @@ from megascale.telemetry.timeline.arrows import Arrows, Tip
 from megascale.telemetry.timeline.ends import Code
 from megascale.telemetry.timeline.lanes import lanes_of
 from megascale.telemetry.timeline.source import Place, RankRecord
-from megascale.telemetry.timeline.writer import microseconds
+from megascale.trace import microseconds
 
 # Order of the rows of a rank; other streams follow by name.
 _ROWS = ("step", "compute", "tensor", "pipeline", "data", "host")

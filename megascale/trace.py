@@ -1,5 +1,7 @@
 """Writes Chrome's trace format event by event: what chrome://tracing and Perfetto open.
 
+What did happen (`telemetry/timeline`) and what should (`plan/simulate`) are written by this alone.
+
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
 The file never is in memory whole. A name that ends in .gz is compressed (both viewers read that),
