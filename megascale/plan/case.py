@@ -17,8 +17,10 @@ from megascale.config import ModelConfig, RunConfig
 from megascale.plan.actions import PipelineShape
 from megascale.topology import Mesh
 
-Recompute = Literal["none", "selective", "full"]
-TensorOverlap = Literal["none", "chunked", "fused"]
+Recompute = Literal["none", "attention", "selective", "full"]
+"""attention: of scores in memory alone (2205.05198); selective: the MLP's activation too."""
+
+TensorOverlap = Literal["none", "backward", "chunked", "fused"]
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,15 @@ class Software:
     """What the program does; the defaults are megascale's own.
 
     sequence_parallel     norms on split sequences, AG and RS; False: all-reduces (2104.04473)
-    tensor_overlap        TP collectives beside their GEMMs: none, in chunks, or fused (Flux)
+    tensor_overlap        TP collectives: none hides; backward: those that are independent of a
+                          GEMM hide beside it (Megatron-LM at 285068c8, our reference form);
+                          chunked: also inside their GEMMs, cut in chunks (MegaScale 3.2); fused:
+                          in tiles (Flux)
     transfers             pipeline sends and receives decoupled, or paired (MegaScale 3.2)
     overlap_grad_reduce   DP reduce-scatter under the backward below
     overlap_param_gather  DP all-gather under the forward above
     grad_reduce_bytes     of a gradient on the wire
+    bucket_mb             of fp32 gradients in a data-parallel bucket; infinite: a chunk at once
     operators             "fused": one pass a norm or activation; "plain": a kernel an operation
     attention             "flash", or "scores": the s x s matrix goes through memory
     host_ahead            launch and data of the next step hide; False: paid each step (misc)
@@ -94,6 +100,7 @@ class Software:
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
     grad_reduce_bytes: int = 4
+    bucket_mb: float = 200.0
     operators: Literal["fused", "plain"] = "fused"
     attention: Literal["flash", "scores"] = "flash"
     host_ahead: bool = True
@@ -131,7 +138,7 @@ def case_of(config: RunConfig, world_size: int) -> Case:
         "auto": "fused",
         "fused": "fused",
         "chunked": "chunked",
-        "reference": "none",
+        "reference": "backward",
     }
     return Case(
         job=Job(
@@ -159,6 +166,7 @@ def case_of(config: RunConfig, world_size: int) -> Case:
             overlap_grad_reduce=par.overlap_grad_reduce,
             overlap_param_gather=par.overlap_param_gather,
             grad_reduce_bytes=2 if par.grad_reduce_dtype == "bfloat16" else 4,
+            bucket_mb=par.bucket_mb,
             operators=config.operators.mode,
             host_ahead=training.run_ahead,
         ),

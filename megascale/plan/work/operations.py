@@ -1,7 +1,7 @@
 """The vocabulary of work: matrix products, attention, passes over memory, collectives.
 
 An operation has sizes and no time; a `Cluster` prices it. Sizes are those of one device.
-`under` names the matrix product that a collective may hide behind: whether it does is `Software`'s.
+Which products a collective may hide behind is said here by names: whether it does is `Software`'s.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
+
+from megascale.units import window_share
 
 
 class Direction(StrEnum):
@@ -55,6 +57,7 @@ class Attention:
     """The attention core of `heads` query heads over `sequences` sequences, causal.
 
     window  tokens a query sees, itself included; None: all before it
+    plain   the library's attention of plain operators, where a machine's file knows the difference
     """
 
     name: str
@@ -65,6 +68,14 @@ class Attention:
     head_dim: int
     window: int | None
     backward: bool
+    plain: bool = False
+
+    @property
+    def flops(self) -> float:
+        """By the full convention, twice as many backward; a window counts the pairs it keeps."""
+        pairs = self.seq_len**2 * window_share(self.seq_len, self.window)
+        forward = 4.0 * self.sequences * self.heads * self.head_dim * pairs
+        return 2.0 * forward if self.backward else forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +92,9 @@ class Collective:
     """A transfer among the devices of one axis.
 
     num_bytes  of the whole tensor: what an all-gather ends with, what a reduce-scatter begins with
-    under      name of the Gemm beside it that it may hide behind; None: nothing to hide behind
+    under      the Gemm that reads what it gathers, or makes what it reduces: it hides there only
+               where both are cut in pieces (chunks, or Flux's tiles)
+    beside     a Gemm that has nothing to do with it: it hides there as it is
     """
 
     name: str
@@ -89,6 +102,7 @@ class Collective:
     num_bytes: float
     axis: Axis
     under: str | None = None
+    beside: str | None = None
 
 
 Operation = Gemm | Attention | MemoryPass | Collective

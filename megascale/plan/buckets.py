@@ -1,0 +1,102 @@
+"""Which parameters travel together over data ranks: the rule of `parallel/buckets.py`, on sizes.
+
+Units (embedding, layers, head) of a chunk are joined up to `bucket_mb` of fp32 gradients, at least
+one unit a bucket; a chunk's first bucket is an eighth of that, as nothing hides it; a tied
+embedding is a bucket of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megascale.config import ModelConfig
+from megascale.plan.case import Case
+from megascale.plan.parameters import chunk_parameters
+from megascale.plan.stages import split_layers
+from megascale.plan.work.ends import vocabulary_rows
+
+FIRST_BUCKET_SHARE = 1 / 8  # `parallel/buckets.py`
+_MAIN_BYTES = 4
+
+
+@dataclass(frozen=True)
+class BucketSize:
+    """elements  of a tensor rank; layers  that it covers, at least"""
+
+    elements: int
+    layers: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    elements: int
+    is_layer: bool
+    alone: bool = False
+
+
+def stage_buckets(case: Case, stage: int) -> dict[int, tuple[BucketSize, ...]]:
+    """The buckets of each chunk of a stage, in the order of forward."""
+    limit = case.software.bucket_mb * 1e6 / _MAIN_BYTES
+    return {
+        chunk: join_units(chunk_units(case, chunk), limit) for chunk in held_chunks(case, stage)
+    }
+
+
+def held_chunks(case: Case, stage: int) -> list[int]:
+    """A stage's chunks; a shared head is one more."""
+    layout = case.layout
+    chunks = list(range(stage, layout.num_chunks, layout.pipeline))
+    return [*chunks, layout.num_chunks] if layout.share_head else chunks
+
+
+def chunk_units(case: Case, chunk: int) -> tuple[Unit, ...]:
+    """Of a chunk, in the order of forward; chunk `num_chunks` is a shared head's part."""
+    job, layout = case.job, case.layout
+    model = job.model
+    parts = layout.tensor * (layout.pipeline if layout.share_head else 1)
+    table = vocabulary_rows(model.vocab, layout.tensor) * model.hidden_size
+    head = vocabulary_rows(model.vocab, parts) * model.hidden_size
+    if chunk == layout.num_chunks:
+        return (Unit(head, False),)
+    num_layers = len(split_layers(model.num_layers, layout.num_chunks)[chunk])
+    layer = layer_elements(model, layout.tensor)
+    units: list[Unit] = []
+    tied_apart = model.tie_embeddings and layout.pipeline > 1
+    last = layout.num_chunks - 1
+    if chunk == 0:
+        units.append(Unit(table, False, alone=tied_apart))
+        if model.position == "learned":
+            rows = model.max_seq_len or job.seq_len
+            units.append(Unit(rows * model.hidden_size, False))
+    units += [Unit(layer, True)] * num_layers
+    if chunk == last:
+        norm = model.hidden_size * (2 if model.norm == "layernorm" else 1)
+        units.append(Unit(norm, False))
+        if not layout.share_head and (tied_apart or not model.tie_embeddings):
+            units.append(Unit(head, False, alone=tied_apart))
+    return tuple(units)
+
+
+@lru_cache(maxsize=4096)
+def layer_elements(model: ModelConfig, tensor: int) -> int:
+    """Parameters of a layer on a tensor rank."""
+    parameters = chunk_parameters(model, range(1), embed=False, head=False, num_positions=0)
+    return sum(parameter.local_elements(tensor) for parameter in parameters)
+
+
+@lru_cache(maxsize=4096)
+def join_units(units: Sequence[Unit], limit: float) -> tuple[BucketSize, ...]:
+    """Consecutive units up to `limit` elements."""
+    buckets = [BucketSize(unit.elements, 0) for unit in units if unit.alone]
+    size = layers = 0
+    most = FIRST_BUCKET_SHARE * limit
+    for unit in units:
+        if unit.alone:
+            continue
+        if size and size + unit.elements > most:
+            buckets.append(BucketSize(size, layers))
+            size, layers, most = 0, 0, limit
+        size, layers = size + unit.elements, layers + unit.is_layer
+    return (*buckets, BucketSize(size, layers)) if size else tuple(buckets)
