@@ -1,0 +1,145 @@
+"""A plan as text: the answer in the first three lines, then the evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megascale.plan.report.table import table
+from megascale.plan.search.explain import describe_layout, describe_switches
+from megascale.plan.search.result import Plan, Ranked, Training
+from megascale.units import format_bytes, format_count
+
+_DECIMALS = 3
+
+
+def plan_text(plan: Plan) -> str:
+    """For a person; `document.plan_document` is its twin for programs."""
+    return "\n".join(
+        [
+            *_answer(plan),
+            "",
+            *_ranking(plan),
+            "",
+            *_reasons(plan),
+            "",
+            *_command(plan),
+        ]
+    )
+
+
+def _answer(plan: Plan) -> Iterator[str]:
+    best = plan.best
+    yield f"{describe_layout(best.layout)}  ({describe_switches(best.layout)})"
+    yield (
+        f"  step {seconds(best.step_s)}{interval(plan)}   MFU {best.mfu:.1%} (causal "
+        f"{best.mfu_causal:.1%})   {format_count(plan.tokens_per_s)} tokens/s   memory "
+        f"{format_bytes(best.most_bytes)} of {format_bytes(plan.memory_bytes)} (stage "
+        f"{best.fullest_stage})"
+    )
+    if plan.training is not None:
+        yield from (f"  {line}" for line in training_lines(plan.training))
+    yield f"  predicted for {plan.num_devices} x {plan.device}, cluster {plan.cluster!r}"
+
+
+def training_lines(training: Training) -> Iterator[str]:
+    """Days, GPU-hours and cost: raw, and with faults."""
+    raw = f"{format_count(training.tokens)} tokens: {_spent(training, 1.0)} without faults"
+    if training.ettr <= 0:
+        yield f"{raw}; with them it never ends: they come faster than the job recovers"
+        return
+    yield (
+        f"{raw}; {_spent(training, training.ettr)} at the expected ETTR {training.ettr:.3f} "
+        f"({training.ettr_low:.3f} to {training.ettr_high:.3f})"
+    )
+
+
+def _spent(training: Training, ettr: float) -> str:
+    words = f"{training.days / ettr:.3g} days, {format_count(training.gpu_hours / ettr)} GPU-hours"
+    if training.cost is not None:
+        words += f", cost {format_count(training.cost / ettr)}"
+    return words
+
+
+def _ranking(plan: Plan) -> Iterator[str]:
+    rows = [["", "layout", "schedule", "ZeRO", "recompute", "step s", "MFU", "memory", "by"]]
+    rows += [_row(str(one.place), one) for one in plan.ranked]
+    given = plan.given
+    if given is not None and all(given.layout != one.layout for one in plan.ranked):
+        rows.append(_row(f"{given.place}", given))
+    lines = table(rows, left=(1, 2, 4, 8))
+    for place, line in enumerate(lines):
+        shown = [*plan.ranked, *([given] if given is not None else [])]
+        mark = ""
+        if place and given is not None and shown[place - 1].layout == given.layout:
+            mark = "  <- the recipe's"
+        yield line + mark
+    if plan.given_problem:
+        yield f"the recipe's own layout is not among them: {plan.given_problem}"
+
+
+def _row(place: str, one: Ranked) -> list[str]:
+    layout = one.layout
+    extras = " head" if layout.share_head else ""
+    if layout.join_weight_gradients > 1:
+        extras += f" join {layout.join_weight_gradients}"
+    return [
+        place,
+        describe_layout(layout),
+        layout.schedule + extras,
+        str(layout.zero_stage),
+        layout.recompute,
+        f"{one.step_s:.{_DECIMALS}f}",
+        f"{one.mfu:.1%}",
+        format_bytes(one.most_bytes),
+        "simulation" if one.simulated else "formula",
+    ]
+
+
+def _reasons(plan: Plan) -> Iterator[str]:
+    if plan.why:
+        yield f"why {plan.why[0]}"
+        yield from (f"  {line}" for line in plan.why[1:])
+    yield f"how sure: {confidence_line(plan)}"
+    yield (
+        f"searched {plan.num_legal:,} legal layouts in {plan.seconds:.1f} s: {plan.num_fit:,} fit "
+        f"in {format_bytes(plan.limit_bytes)} a GPU, {plan.num_simulated} were simulated"
+    )
+    yield "assumed:"
+    notes = [*plan.assumptions, *(plan.training.assumptions if plan.training else ())]
+    yield from (f"  {note}" for note in notes)
+
+
+def confidence_line(plan: Plan) -> str:
+    """The interval, what it comes from, and how far this is from what was measured."""
+    sure = plan.confidence
+    if sure.share is None:
+        return (
+            f"no measured step was ever compared on cluster {plan.cluster!r}: no interval "
+            f"({sure.source})"
+        )
+    farther = plan.num_devices / max(1, sure.largest)
+    words = f"step time within {sure.share:.1%} for nine of ten of {sure.num_rows} rows of "
+    words += f"{sure.source}, bias {sure.bias:+.1%}; "
+    if farther > 1:
+        return words + (
+            f"{plan.num_devices} GPUs are {farther:.3g} times the largest of them "
+            f"({sure.largest}): an extrapolation"
+        )
+    return words + f"the largest of them has {sure.largest} GPUs"
+
+
+def _command(plan: Plan) -> Iterator[str]:
+    yield "to train with it:"
+    yield f"  {plan.command[0]}" + (" \\" if len(plan.command) > 1 else "")
+    for place, word in enumerate(plan.command[1:], 2):
+        yield f"    {word}" + (" \\" if place < len(plan.command) else "")
+
+
+def seconds(value: float) -> str:
+    return f"{value:.{_DECIMALS}f} s" if value >= 0.1 else f"{value * 1e3:.2f} ms"
+
+
+def interval(plan: Plan) -> str:
+    """ "+- 4.1 %"; nothing where no row was compared."""
+    share = plan.confidence.share
+    return "" if share is None else f" +- {share:.1%}"
