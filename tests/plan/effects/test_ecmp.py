@@ -18,8 +18,8 @@ from megascale.plan.effects.ecmp import (
 )
 
 # flows, rate of a flow, queue pairs; slowest, mean, share of slowed flows. 32 uplinks of 400G,
-# ports split where a flow has 200G, half or three quarters of the edges under the switch where 64 flows
-# are 32 or 16. Two independent programs of 4,000 draws agreed on it within 0.005.
+# ports split where a flow has 200G, half or three quarters of the edges under the switch where the
+# 64 flows are 32 or 16. Two independent programs of 4,000 draws agreed on it within 0.005.
 TABLE = [
     (32, 400.0, 1, 0.295, 0.637, 0.627),
     (64, 200.0, 1, 0.381, 0.734, 0.590),
