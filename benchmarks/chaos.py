@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import writable_file
 from megascale.env import installed_versions
 from megascale.train.run_folder import commit
 
@@ -136,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos")
     parser.add_argument("schedules", nargs="+", type=Path)
     parser.add_argument("--recipe", type=Path, default=Path("recipes/first-run.toml"))
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=writable_file, default=RESULTS)
     given = parser.parse_args()
     code = 0
     for schedule in given.schedules:

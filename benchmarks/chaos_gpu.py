@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import writable_file
 from benchmarks.chaos import RESULTS, rows_of
 from megascale.cluster.chaos.observe import Journal
 from megascale.flux.bench.rows import append
@@ -56,7 +57,7 @@ def main() -> int:
     parser.add_argument("--set", dest="overrides", action="append", default=[])
     parser.add_argument("--compare", action="store_true", help="losses with those of no faults")
     parser.add_argument("--commit", help="of a tree without its repository")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=writable_file, default=RESULTS)
     given = parser.parse_args()
     if lacking := _lacking(given.device):
         print(f"error: {lacking}", file=sys.stderr)

@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import writable_file
 from benchmarks.chaos import RESULTS, origin
 from benchmarks.endless import SETTINGS
 from megascale.cluster.chaos.observe import Journal, Turn
@@ -37,7 +38,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--spinners", type=int, default=os.cpu_count())
     parser.add_argument("--recipe", type=Path, default=Path("recipes/first-run.toml"))
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=writable_file, default=RESULTS)
     given = parser.parse_args()
     began = origin()
     run = Path("runs") / f"false-losses-{time.strftime('%Y%m%d-%H%M%S')}"

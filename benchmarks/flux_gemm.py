@@ -14,13 +14,13 @@ import json
 import statistics
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from benchmarks.arguments import writable_file
 from megascale.env import installed_versions
 
 SHAPES = {  # n, k of one of two ranks
@@ -66,14 +66,14 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--commit", default="")
-    parser.add_argument("--output")
+    parser.add_argument("--output", type=writable_file)
     arguments = parser.parse_args()
     for shape in arguments.shapes.split(","):
         for m in map(int, arguments.rows.split(",")):
             row = measure(shape, m, arguments.rounds)
             row["commit"] = arguments.commit
             if arguments.output:
-                with Path(arguments.output).open("a") as file:
+                with arguments.output.open("a") as file:
                     file.write(json.dumps(row) + "\n")
 
 

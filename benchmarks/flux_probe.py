@@ -18,7 +18,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from benchmarks.arguments import writable_file
 from megascale.env import installed_versions, switch_multicast_off
 from megascale.flux.arena import Arena, Slot
 from megascale.flux.signals import nanoseconds, read_flag
@@ -50,7 +50,7 @@ def spin_on_all_sms(flag_ptr, result_ptr, PATIENCE: tl.constexpr):  # type: igno
 def main() -> None:
     """Run on GPUs 0 and 1; print and append rows."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--output")
+    parser.add_argument("--output", type=writable_file)
     parser.add_argument("--commit", default="")
     arguments = parser.parse_args()
     switch_multicast_off()
@@ -61,7 +61,7 @@ def main() -> None:
             row["commit"] = arguments.commit
             print(row["case"], row["metric"], round(row["value"], 1))
             if arguments.output:
-                with Path(arguments.output).open("a") as file:
+                with arguments.output.open("a") as file:
                     file.write(json.dumps(row) + "\n")
 
 

@@ -19,13 +19,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.arguments import writable_file
 from megascale.env import installed_versions
 from megascale.ops.activation import activation
 from megascale.ops.cross_entropy import cross_entropy
@@ -276,7 +276,7 @@ def _time(call: Callable[[], object]) -> float:
 def main() -> None:
     """Print a line a case; append a row for each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=writable_file)
     parser.add_argument("--commit", default="")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--no-compiled", action="store_true", help="half of the program's time")

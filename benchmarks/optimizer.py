@@ -17,11 +17,11 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from benchmarks.arguments import writable_file
 from megascale.config import OptimizerConfig
 from megascale.env import installed_versions
 from megascale.optim import Flat, Optimizer, Reductions, Segment, build_optimizer
@@ -38,12 +38,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--elements", type=float, default=1e9)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--output")
+    parser.add_argument("--output", type=writable_file)
     parser.add_argument("--commit", default="")
     arguments = parser.parse_args()
     rows = [_measure(name, int(arguments.elements), arguments.rounds) for name in ("adamw", "lamb")]
     if arguments.output:
-        with Path(arguments.output).open("a") as file:
+        with arguments.output.open("a") as file:
             for row in rows:
                 file.write(json.dumps(row | {"commit": arguments.commit}) + "\n")
 

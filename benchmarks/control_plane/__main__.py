@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.arguments import writable_file
 from benchmarks.control_plane.agents import FIRST, Agent, Seen, join_all
 from megascale.cluster.chaos.observe import Journal
 from megascale.errors import LaunchError
@@ -44,7 +45,7 @@ def main() -> int:
     parser.add_argument("--agents", type=int, default=1536)
     parser.add_argument("--ranks", type=int, default=8, help="of a node")
     parser.add_argument("--seconds", type=float, default=60.0, help="of the steady state")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=writable_file, default=RESULTS)
     given = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     load = round(os.getloadavg()[0], 2)  # of whatever else runs here

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.arguments import writable_file, writable_folder
 from benchmarks.peers.cases import (
     CASES,
     DEFAULT_SYSTEMS,
@@ -213,8 +214,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--save-memory", type=int, default=0, help="start peers with their N-th flags that do"
     )
-    parser.add_argument("--output", type=Path, default=RESULTS / "step.jsonl")
-    parser.add_argument("--logs", type=Path, help="folder that keeps what the peers printed")
+    parser.add_argument("--output", type=writable_file, default=RESULTS / "step.jsonl")
+    parser.add_argument(
+        "--logs", type=writable_folder, help="folder that keeps what the peers printed"
+    )
     parser.add_argument("--commit", help="of a tree that has no repository")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--dry", action="store_true", help="print the commands and stop")

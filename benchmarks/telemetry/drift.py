@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.arguments import writable_file, writable_folder
 from benchmarks.telemetry.runs import SMALL_GPU, train
 from megascale.events import Step, read_events
 from megascale.telemetry.writer import line_file
@@ -71,9 +72,11 @@ def main() -> None:
     parser.add_argument("--model", default="small")
     parser.add_argument("--steps", type=int, default=30_000)
     parser.add_argument("--seconds", type=float, default=3600.0, help="at most; then it is ended")
-    parser.add_argument("--keep", type=Path, help="put the rank's events there, compressed")
+    parser.add_argument(
+        "--keep", type=writable_folder, help="put the rank's events there, compressed"
+    )
     parser.add_argument("--set", action="append", default=[], dest="overrides")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=writable_file)
     parser.add_argument("--commit", default="")
     arguments = parser.parse_args()
     overrides = arguments.overrides or [*SMALL_GPU, "training.global_batch_size=12"]

@@ -30,6 +30,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import writable_file
 from megascale.events import SCHEMA_VERSION, Header, to_line
 from megascale.telemetry.path.line_files import telemetry_folder
 from megascale.telemetry.path.local import LocalQueue
@@ -243,7 +244,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=20)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=writable_file, default=RESULTS)
     given = parser.parse_args()
     work: dict[str, list[Callable[[], Row]]] = {
         "ingest": [lambda: ingest(given.ranks, given.seconds)],

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.arguments import writable_file
 from benchmarks.telemetry.runs import SMALL_GPU, median_step_s, train
 from megascale.train.bench.rows import Origin
 
@@ -87,7 +88,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=writable_file)
     parser.add_argument("--commit", default="")
     arguments = parser.parse_args()
     overrides = arguments.overrides or [*SMALL_GPU, "training.global_batch_size=12"]

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.arguments import writable_file
 from benchmarks.telemetry.faults import LateLauncher, SlowRank
 from benchmarks.telemetry.rows import RESULTS, Rows
 from benchmarks.telemetry.synthetic import Job, write_segments
@@ -43,7 +44,7 @@ def main() -> int:
     parser.add_argument("--late-seeds", type=int, default=30)
     parser.add_argument("--windows", type=int, default=1000)
     parser.add_argument("--only", default="straggler,late,clean")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=writable_file, default=RESULTS)
     parser.add_argument("--commit", default="", help="of a clean copy without repository")
     given = parser.parse_args()
     only = given.only.split(",")

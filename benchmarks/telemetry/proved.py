@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
+from benchmarks.arguments import writable_file
 from benchmarks.telemetry.rows import RESULTS, Rows
 
 TIMES = Path("runs/dashboard-screens/times.json")
@@ -108,7 +109,7 @@ def _page(rows: Rows) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="*", default=[*LINES, "page"], choices=[*LINES, "page"])
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=writable_file, default=RESULTS)
     parser.add_argument("--commit", default="")
     arguments = parser.parse_args()
     rows = Rows("python -m benchmarks.telemetry.proved", arguments.commit, arguments.output)

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.arguments import writable_file
 from benchmarks.telemetry.faults import SlowRank
 from benchmarks.telemetry.rows import RESULTS, Rows
 from benchmarks.telemetry.synthetic import Job, write_segments
@@ -45,7 +46,7 @@ def main() -> int:
     parser.add_argument(
         "--keep", type=Path, help="make the run there, or ask the one that is there"
     )
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=writable_file, default=RESULTS)
     parser.add_argument("--commit", default="", help="of a clean copy without repository")
     given = parser.parse_args()
     mesh = Mesh(*(int(degree) for degree in given.mesh.split(",")))
