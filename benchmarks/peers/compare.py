@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.arguments import writable_file, writable_folder
+from benchmarks.arguments import writable_folder
 from benchmarks.peers.cases import (
     CASES,
     DEFAULT_SYSTEMS,
@@ -214,9 +214,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--save-memory", type=int, default=0, help="start peers with their N-th flags that do"
     )
-    parser.add_argument("--output", type=writable_file, default=RESULTS / "step.jsonl")
+    parser.add_argument("--output", type=Path, default=RESULTS / "step.jsonl")
     parser.add_argument(
-        "--logs", type=writable_folder, help="folder that keeps what the peers printed"
+        "--logs", type=writable_folder, help="folder for what peers printed"
     )
     parser.add_argument("--commit", help="of a tree that has no repository")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
