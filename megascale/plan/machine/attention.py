@@ -8,6 +8,8 @@ heads do not fill the device.
 
 from __future__ import annotations
 
+from math import log
+
 from pydantic import Field
 
 from megascale.plan.machine.sourced import Sourced
@@ -16,26 +18,49 @@ from megascale.units import window_share
 
 USUAL_HEAD_DIM = 128
 
+# Of a correction by samples in log sizes: less steep than the price, which must grow. A windowed
+# core grows as the sequence, on which two of the coordinates depend.
+SLOPE = 0.3
+
 
 class AttentionCurve(Sourced):
     """Shares of the device's peak, counted on useful FLOPs, at head dimension 128."""
 
     forward: float = Field(gt=0.0, le=1.0, description="share of the peak, long sequences")
     backward: float = Field(gt=0.0, le=1.0, description="share of the peak, long sequences")
+    plain: float = Field(1.0, gt=0.0, le=1.0, description="rate of the library's form to this one")
     block: int = Field(128, ge=1, description="tokens a side of what a kernel computes at once")
     half_head_dim: float = Field(ge=0.0, description="head dimension at which half the rate is")
     half_heads: float = Field(ge=0.0, description="heads x sequences that half fill the device")
-    floor_s: float = Field(ge=0.0, description="least time between two kernels")
+    floor_s: float = Field(ge=0.0, description="of a kernel, however small; the gap before it")
 
     def matrix_s(self, attention: Attention, peak_flops: float) -> float:
         """Seconds of the tensor cores."""
         share = self.backward if attention.backward else self.forward
-        heads = attention.sequences * attention.heads + self.half_heads
+        share *= self.plain if attention.plain else 1.0
         usual = USUAL_HEAD_DIM / (USUAL_HEAD_DIM + self.half_head_dim)
-        dim = (attention.head_dim + self.half_head_dim) * usual
-        pairs = kept_pairs(attention.seq_len, attention.window) + self.block / 2 * attention.seq_len
-        a_pair = 10.0 if attention.backward else 4.0
-        return a_pair * dim * heads * pairs / (peak_flops * share)
+        work = self._heads(attention) * self._head_dim(attention) * usual * self._pairs(attention)
+        return (10.0 if attention.backward else 4.0) * work / (peak_flops * share)
+
+    def _heads(self, attention: Attention) -> float:
+        return attention.sequences * attention.heads + self.half_heads
+
+    def _head_dim(self, attention: Attention) -> float:
+        return attention.head_dim + self.half_head_dim
+
+    def _pairs(self, attention: Attention) -> float:
+        """Of a head: those kept, and half a block a query."""
+        whole_blocks = self.block / 2 * attention.seq_len
+        return kept_pairs(attention.seq_len, attention.window) + whole_blocks
+
+    def coordinates(self, attention: Attention) -> tuple[float, float, float, float]:
+        """In which a correction by samples is smooth."""
+        return (
+            log(self._heads(attention)),
+            log(self._head_dim(attention)),
+            log(self._pairs(attention)),
+            log(attention.seq_len),
+        )
 
 
 def kept_pairs(seq_len: int, window: int | None) -> float:
@@ -43,16 +68,16 @@ def kept_pairs(seq_len: int, window: int | None) -> float:
     return window_share(seq_len, window) * seq_len * (seq_len + 1) / 2
 
 
-def attention_bytes(attention: Attention) -> float:
-    """Least bytes of device memory: queries, keys, values and the result once, in 16 bits; for the
-    gradient twice that (and the gradients of all)."""
-    tokens = attention.sequences * attention.seq_len
-    elements = tokens * attention.head_dim * 2 * (attention.heads + attention.kv_heads)
-    return 2.0 * elements * (2.0 if attention.backward else 1.0)
-
-
 def attention_flops(attention: Attention) -> float:
     """Useful FLOPs, the floor of any kernel's work."""
     heads = attention.sequences * attention.heads
     pairs = kept_pairs(attention.seq_len, attention.window)
     return (10.0 if attention.backward else 4.0) * attention.head_dim * heads * pairs
+
+
+def attention_bytes(attention: Attention) -> float:
+    """Least bytes of device memory: queries, keys, values and the result once, in 16 bits; for the
+    gradient those and the gradients of all."""
+    tokens = attention.sequences * attention.seq_len
+    elements = tokens * attention.head_dim * 2 * (attention.heads + attention.kv_heads)
+    return 2.0 * elements * (2.0 if attention.backward else 1.0)

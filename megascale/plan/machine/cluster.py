@@ -7,18 +7,23 @@ Effects of scale (conflicts, stragglers) are not here: `network_share` hands the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from megascale.plan.machine.device import Device
+from megascale.plan.machine.fabric import Fabric
 from megascale.plan.machine.groups import GroupShape
-from megascale.plan.machine.links import Fabric, Network, NodeLink, across_s, inside_s, moved_bytes
+from megascale.plan.machine.links import Network, NodeLink
+from megascale.plan.machine.sampled import SampledDevice
+from megascale.plan.machine.samples import Samples
 from megascale.plan.machine.sourced import Sourced
+from megascale.plan.machine.transfers import SampledLinks
 from megascale.plan.work.operations import Attention, Gemm, MemoryPass, Transfer
 
-LinkName = Literal["nvlink", "network", "copy_engine", "host"]
+LinkName = Literal["nvlink", "network", "copy_engine"]
 
 
 class Overlap(Sourced):
@@ -37,7 +42,10 @@ class Overlap(Sourced):
 
 
 class Cluster(Sourced):
-    """See the module. `num_devices` are used where nobody says how many; at most `most_devices`."""
+    """See the module. `num_devices` are used where nobody says how many; at most `most_devices`.
+
+    Made by `load_cluster` or `changed`; `model_copy` would keep prices of the old numbers.
+    """
 
     name: str
     notes: str = ""
@@ -49,9 +57,10 @@ class Cluster(Sourced):
     network: Network | None = None
     fabric: Fabric | None = None
     overlap: Overlap
+    samples: Samples | None = None
 
     @model_validator(mode="after")
-    def _makes_sense(self) -> Self:
+    def _devices_fill_nodes(self) -> Self:
         per_node = self.devices_per_node
         if self.num_devices > per_node and self.num_devices % per_node:
             below = self.num_devices // per_node * per_node
@@ -69,12 +78,20 @@ class Cluster(Sourced):
                 f"{self.limit} devices are {-(-self.limit // per_node)} nodes, but there is no "
                 f"[network]; add one, or have at most {per_node} devices"
             )
-        if self.network is not None and self.network.nic_gb_s > self.nvlink.gb_s:
+        return self
+
+    @model_validator(mode="after")
+    def _links_make_sense(self) -> Self:
+        if self.network is None:
+            return self
+        if self.network.nic_gb_s > self.nvlink.gb_s:
             raise ValueError(
                 f"network.nic_gb_s {self.network.nic_gb_s:g} is faster than nvlink.gb_s "
-                f"{self.nvlink.gb_s:g} inside a node; are the units GB/s, one way? nearest legal: "
+                f"{self.nvlink.gb_s:g} inside a node; are both in GB/s, one way? nearest legal: "
                 f"network.nic_gb_s at most {self.nvlink.gb_s:g}"
             )
+        if self.fabric is not None:
+            self.fabric.check(self.network.nic_gb_s, self.network.nics_per_node)
         return self
 
     def __hash__(self) -> int:
@@ -82,6 +99,7 @@ class Cluster(Sourced):
 
     @property
     def limit(self) -> int:
+        """The largest number of devices that can be asked for."""
         return self.most_devices if self.most_devices is not None else self.num_devices
 
     @property
@@ -89,15 +107,23 @@ class Cluster(Sourced):
         return -(-self.num_devices // self.devices_per_node)
 
     @cached_property
+    def _device_prices(self) -> SampledDevice:
+        return SampledDevice(self.device, self.samples)
+
+    @cached_property
+    def _link_prices(self) -> SampledLinks:
+        samples = self.samples.collective if self.samples is not None else ()
+        return SampledLinks(self.nvlink, self.network, self.devices_per_node, samples)
+
+    @cached_property
     def _remembered(self) -> dict[Any, float]:
         return {}
 
     def seconds(self, operation: Gemm | Attention | MemoryPass) -> float:
-        """Seconds of the device for `operation`, the gap to the next kernel included."""
+        """Seconds of the device for `operation`, the gap between two kernels included."""
         found = self._remembered.get(operation)
         if found is None:
-            roof_s = self.device.roofline_s(operation)
-            found = max(roof_s, self.device.parametric_s(operation))
+            found = self._device_prices.seconds(operation)
             self._remembered[operation] = found
         return found
 
@@ -121,7 +147,7 @@ class Cluster(Sourced):
         key = (transfer, num_bytes, group, network_share, copy_engine)
         found = self._remembered.get(key)
         if found is None:
-            found = self._transfer_s(transfer, num_bytes, group, network_share, copy_engine)
+            found = self._transfer_s(*key)
             self._remembered[key] = found
         return found
 
@@ -133,26 +159,32 @@ class Cluster(Sourced):
         network_share: float,
         copy_engine: bool,
     ) -> float:
-        if not group.crosses_nodes:
-            if copy_engine:
-                bytes_per_s = self.nvlink.gb_s * 1e9 * self.nvlink.copy_engine
-                return self.nvlink.step_s + moved_bytes(transfer, num_bytes, group.ranks) / (
-                    bytes_per_s
-                )
-            return inside_s(self.nvlink, transfer, num_bytes, group.ranks)
-        assert self.network is not None, (self.name, group)
-        assert not copy_engine, f"copy engines do not cross nodes: {group}"
-        nics = group.ranks_per_node * self.network.nics_per_node / self.devices_per_node
-        return across_s(self.network, self.nvlink, transfer, num_bytes, group, nics, network_share)
+        if group.crosses_nodes:
+            assert not copy_engine, f"copy engines do not cross nodes: {group}"
+            return self._link_prices.across_s(transfer, num_bytes, group, network_share)
+        if copy_engine:
+            return self._link_prices.copied_s(transfer, num_bytes, group.ranks)
+        return self._link_prices.inside_s(transfer, num_bytes, group.ranks)
 
     def link_of(self, group: GroupShape) -> LinkName:
-        """The link that a group's transfers are on."""
+        """The link that a group's transfers by NCCL are on."""
         return "network" if group.crosses_nodes else "nvlink"
 
     def slow_down(self, link: LinkName) -> float:
         """Factor >= 1 on compute while a transfer runs on `link` beside it."""
-        return float(getattr(self.overlap, f"compute_{link}", 1.0))
+        return float(getattr(self.overlap, f"compute_{link}"))
 
     def transfer_slow_down(self, link: LinkName) -> float:
         """Factor >= 1 on a transfer on `link` while compute runs beside it."""
-        return float(getattr(self.overlap, f"transfer_{link}", 1.0))
+        return float(getattr(self.overlap, f"transfer_{link}"))
+
+    def changed(self, values: Mapping[str, Any]) -> Cluster:
+        """Another cluster with some values changed, by their path: "device.gemm.share": 0.9."""
+        tables = self.model_dump(exclude_unset=True, mode="json")
+        for path, value in values.items():
+            *sections, key = path.split(".")
+            table = tables
+            for section in sections:
+                table = table[section]
+            table[key] = value
+        return Cluster.model_validate(tables)

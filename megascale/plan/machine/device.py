@@ -17,10 +17,10 @@ class Device(Sourced):
     """Peaks are the data sheet's; what is reached of them is in `gemm`, `attention`, `memory`."""
 
     name: str = Field(description="as its driver names it")
-    peak_tflops: float = Field(gt=1.0, le=20_000.0, description="dense bf16")
+    peak_tflops: float = Field(ge=0.001, le=20_000.0, description="dense bf16")
     num_sms: int = Field(ge=1, le=2_000)
-    memory_gb: float = Field(gt=1.0, le=4_096.0, description="GiB that a program can allocate")
-    memory_gb_s: float = Field(ge=100.0, le=100_000.0, description="1e9 bytes a second")
+    memory_gb: float = Field(ge=0.5, le=4_096.0, description="GiB that a program can allocate")
+    memory_gb_s: float = Field(ge=1.0, le=100_000.0, description="1e9 bytes a second")
     reserve: float = Field(
         0.06, ge=0.0, lt=0.9, description="share of memory kept for the allocator and NCCL"
     )
@@ -42,11 +42,45 @@ class Device(Sourced):
 
     @property
     def bytes_per_s(self) -> float:
+        """The peak."""
         return self.memory_gb_s * 1e9
+
+    @property
+    def reached_bytes_per_s(self) -> float:
+        return self.bytes_per_s * self.memory.share
 
     def peak_flops(self, dtype_bytes: int = 2) -> float:
         """FLOP/s in a type of this width: half the rate at twice the width."""
         return self.peak_tflops * 1e12 * 2.0 / max(2, dtype_bytes)
+
+    def place(self, operation: Gemm | Attention) -> tuple[float, ...]:
+        """Coordinates in which a correction by samples is smooth."""
+        if isinstance(operation, Attention):
+            return self.attention.coordinates(operation)
+        peak_flops = self.peak_flops(operation.dtype_bytes)
+        return self.gemm.coordinates(operation, peak_flops, self.reached_bytes_per_s)
+
+    def matrix_s(self, operation: Gemm | Attention) -> float:
+        """Of the tensor cores alone, by the curves."""
+        if isinstance(operation, Attention):
+            return self.attention.matrix_s(operation, self.peak_flops())
+        peak_flops = self.peak_flops(operation.dtype_bytes)
+        return self.gemm.matrix_s(operation, peak_flops, self.reached_bytes_per_s, self.num_sms)
+
+    def traffic_s(self, operation: Gemm | Attention) -> float:
+        """Of memory alone."""
+        if isinstance(operation, Gemm):
+            return gemm_bytes(operation) / self.reached_bytes_per_s
+        return attention_bytes(operation) / self.reached_bytes_per_s
+
+    def seconds(self, operation: Gemm | Attention | MemoryPass, correction: float = 1.0) -> float:
+        """By the curves; `correction` multiplies the time of the tensor cores."""
+        if isinstance(operation, MemoryPass):
+            return self.memory.pass_s(operation, self.bytes_per_s)
+        floor_s, matrix_s = self.attention.floor_s, correction * self.matrix_s(operation)
+        if isinstance(operation, Gemm):
+            floor_s, matrix_s = self.gemm.floor_s, matrix_s / self.gemm.sustained
+        return floor_s + max(matrix_s, self.traffic_s(operation))
 
     def roofline_s(self, operation: Gemm | Attention | MemoryPass) -> float:
         """No device of these peaks is faster."""
@@ -54,18 +88,6 @@ class Device(Sourced):
             peak = self.peak_flops(operation.dtype_bytes)
             return max(operation.flops / peak, gemm_bytes(operation) / self.bytes_per_s)
         if isinstance(operation, Attention):
-            least = attention_bytes(operation) / self.bytes_per_s
-            return max(attention_flops(operation) / self.peak_flops(), least)
+            least_s = attention_bytes(operation) / self.bytes_per_s
+            return max(attention_flops(operation) / self.peak_flops(), least_s)
         return operation.num_bytes / self.bytes_per_s
-
-    def parametric_s(self, operation: Gemm | Attention | MemoryPass) -> float:
-        """By the curves alone."""
-        if isinstance(operation, MemoryPass):
-            return self.memory.pass_s(operation, self.bytes_per_s)
-        reached = self.bytes_per_s * self.memory.share
-        if isinstance(operation, Gemm):
-            peak = self.peak_flops(operation.dtype_bytes)
-            matrix_s = self.gemm.matrix_s(operation, peak, self.num_sms)
-            return self.gemm.floor_s + max(matrix_s, gemm_bytes(operation) / reached)
-        matrix_s = self.attention.matrix_s(operation, self.peak_flops())
-        return self.attention.floor_s + max(matrix_s, attention_bytes(operation) / reached)

@@ -1,20 +1,22 @@
 """The price of a matrix product, from few numbers that mean something.
 
 A GPU computes a product in tiles, a wave of tiles at a time on its SMs, each tile as deep as the
-product plus the cost of starting and storing it. That is most of what efficiency depends on:
+product plus what starting and storing it cost. That is most of what efficiency depends on:
 
     seconds = floor + max(matrix time, memory time)
-    matrix time = min over tile shapes of  waves x tile FLOPs x (depth + half_depth) / rate of tile
+    matrix time = min over tile shapes of
+        waves x 2 x tile x SMs x (depth + half_depth + depth of storing) / (peak x share)
 
-`waves` is between the number of tiles over SMs (as if the last wave cost its share) and that
-rounded up (as if every wave cost the same): the power limit gives a part-filled wave higher clocks,
-so the truth lies between, and `rounding` says where. Every factor grows with every size, so the
-price does too.
+`waves` lies between tiles / SMs (as if the last wave cost its part) and that rounded up (as if
+every wave cost the same); `rounding` says where: under a power limit the part-filled wave runs at
+higher clocks. Storing a tile is not hidden: 2 bytes an element, 8 where a weight gradient is added
+to fp32 sums, which is why weight gradients over few tokens are slow. Every factor grows with every
+size, so the price does too.
 """
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, log
 
 from pydantic import Field
 
@@ -22,6 +24,7 @@ from megascale.plan.machine.sourced import Sourced
 from megascale.plan.work.operations import Direction, Gemm
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
+_LARGE_TILE_EDGES = 1.0 / 128 + 1.0 / 256
 
 
 class GemmCurve(Sourced):
@@ -30,34 +33,57 @@ class GemmCurve(Sourced):
     share: float = Field(gt=0.0, le=1.0, description="of the peak, by a very large product")
     dgrad: float = Field(1.0, gt=0.0, le=1.5, description="rate of input gradients to forward's")
     wgrad: float = Field(1.0, gt=0.0, le=1.5, description="rate of weight gradients to forward's")
-    half_depth: float = Field(ge=0.0, description="depth at which half of the rate is reached")
+    half_depth: float = Field(ge=0.0, description="depth that starting a tile costs")
     tile_loss: float = Field(ge=0.0, description="elements of a tile's edge lost; small tiles pay")
     rounding: float = Field(ge=0.0, le=1.0, description="1: a part-filled wave costs a whole one")
-    floor_s: float = Field(ge=0.0, description="least time between two kernels")
+    sustained: float = Field(
+        1.0, gt=0.0, le=1.0, description="rate in a training step to that of the samples"
+    )
+    floor_s: float = Field(ge=0.0, description="of a kernel, however small; the gap before it")
 
-    def rate_share(self, direction: Direction) -> float:
-        """Of the peak, for very large products."""
+    def rate(self, direction: Direction, peak_flops: float) -> float:
+        """FLOP/s of very large products."""
         factors = {Direction.DGRAD: self.dgrad, Direction.WGRAD: self.wgrad}
-        return min(1.0, self.share * factors.get(direction, 1.0))
+        return peak_flops * min(1.0, self.share * factors.get(direction, 1.0))
 
-    def matrix_s(self, gemm: Gemm, peak_flops: float, num_sms: int) -> float:
+    def depth(self, gemm: Gemm, peak_flops: float, bytes_per_s: float) -> float:
+        """Depth that is paid for: the product's, and as much as starting and storing cost."""
+        storing = result_bytes(gemm) * self.rate(gemm.direction, peak_flops) / (2 * bytes_per_s)
+        return gemm.depth + self.half_depth + storing
+
+    def matrix_s(self, gemm: Gemm, peak_flops: float, bytes_per_s: float, num_sms: int) -> float:
         """Seconds of the tensor cores, on `num_sms` SMs that together have `peak_flops`."""
-        depth = gemm.depth + self.half_depth
-        least = min(self._tiled(gemm, *tile, num_sms) for tile in TILES)
-        return 2.0 * least * depth / (peak_flops * self.rate_share(gemm.direction))
+        elements = min(self._tiled(gemm, *tile, num_sms) for tile in TILES)
+        rate = self.rate(gemm.direction, peak_flops)
+        return 2.0 * elements * self.depth(gemm, peak_flops, bytes_per_s) / rate
 
     def _tiled(self, gemm: Gemm, tile_rows: int, tile_columns: int, num_sms: int) -> float:
         """Elements of output that the whole device pays for, in tiles of this shape."""
         tiles = ceil(gemm.rows / tile_rows) * ceil(gemm.columns / tile_columns)
-        exact = gemm.rows * gemm.columns / (tile_rows * tile_columns * num_sms)
-        waves = ceil(tiles / num_sms) ** self.rounding * max(exact, 1e-9) ** (1.0 - self.rounding)
-        loss = 1.0 + self.tile_loss * (1.0 / tile_rows + 1.0 / tile_columns - 3.0 / 256.0)
-        return waves * tile_rows * tile_columns * num_sms * loss
+        a_wave = tile_rows * tile_columns * num_sms
+        exact = gemm.rows * gemm.columns / a_wave
+        waves = ceil(tiles / num_sms) ** self.rounding * exact ** (1.0 - self.rounding)
+        edges = 1.0 / tile_rows + 1.0 / tile_columns - _LARGE_TILE_EDGES
+        return waves * a_wave * (1.0 + self.tile_loss * edges)
+
+    @property
+    def slope(self) -> float:
+        """Of a correction by samples in log sizes: less steep than the price, which must grow."""
+        return min(0.3, 1.0 - self.rounding)
+
+    def coordinates(
+        self, gemm: Gemm, peak_flops: float, bytes_per_s: float
+    ) -> tuple[float, float, float]:
+        """In which a correction by samples is smooth."""
+        return log(gemm.rows), log(gemm.columns), log(self.depth(gemm, peak_flops, bytes_per_s))
+
+
+def result_bytes(gemm: Gemm) -> int:
+    """Moved for an element of the result; weight gradients are added to fp32: read and written."""
+    return 8 if gemm.direction is Direction.WGRAD else gemm.dtype_bytes
 
 
 def gemm_bytes(gemm: Gemm) -> float:
-    """Least bytes of device memory: operands once and the result once; weight gradients are added
-    to fp32, which are read and written."""
+    """Least bytes of device memory: operands once and the result once."""
     operands = (gemm.rows + gemm.columns) * gemm.depth * gemm.dtype_bytes
-    result = 8 if gemm.direction is Direction.WGRAD else gemm.dtype_bytes
-    return float(operands + gemm.rows * gemm.columns * result)
+    return float(operands + gemm.rows * gemm.columns * result_bytes(gemm))

@@ -18,7 +18,7 @@ from megascale.errors import ConfigError
 from megascale.plan.machine.cluster import Cluster
 
 CATALOGUE = ("h200", "h100", "a100", "paper")
-SHARED = ("device", "nvlink", "network", "fabric", "overlap")
+SHARED = ("device", "nvlink", "network", "fabric", "overlap", "samples")
 
 
 def load_cluster(name_or_path: str, num_devices: int | None = None) -> Cluster:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pydantic import Field
 
 from megascale.plan.machine.sourced import Sourced
@@ -17,11 +19,13 @@ class MemoryCurve(Sourced):
     )
     floor_s: float = Field(ge=0.0, description="of a kernel, however few its bytes")
 
-    def share_of(self, name: str) -> float:
-        """That of the longest word found in `name`, else the common one."""
-        words = [word for word in self.shares if word in name]
-        return self.shares[max(words, key=len)] if words else self.share
-
     def pass_s(self, memory_pass: MemoryPass, bytes_per_s: float) -> float:
-        share = self.share_of(memory_pass.name)
+        """Seconds of all kernels of the pass."""
+        word = word_in(memory_pass.name, self.shares)
+        share = self.share if word is None else self.shares[word]
         return memory_pass.kernels * self.floor_s + memory_pass.num_bytes / (bytes_per_s * share)
+
+
+def word_in(name: str, words: Iterable[str]) -> str | None:
+    """The longest of `words` that `name` contains."""
+    return max((word for word in words if word in name), key=len, default=None)
