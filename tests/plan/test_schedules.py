@@ -24,7 +24,7 @@ from megascale.plan.check import check_schedule
 from megascale.plan.schedules import SCHEDULES, TRANSFERS, build_schedule, build_stage
 from megascale.plan.schedules.shared_head import MOST_STAGES
 from megascale.plan.schedules.transfers import receives_for, sends_of
-from tests.plan.simulate import step_time
+from megascale.plan.simulate import step_time
 
 GOLDEN = Path(__file__).parent / "golden"
 SNAPSHOTS = [

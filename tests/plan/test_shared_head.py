@@ -12,7 +12,8 @@ from megascale.plan.actions import Action, ActionKind, Schedule
 from megascale.plan.check import ScheduleError, check_schedule
 from megascale.plan.schedules import build_schedule, build_stage
 from megascale.plan.schedules.shared_head import MOST_STAGES
-from tests.plan.simulate import Cost, step_time
+from megascale.plan.simulate import step_time
+from megascale.plan.simulate.lowering import Costs
 
 HEAD = 0.42  # of a layer, which is a chunk here: forward 1, backward 2
 
@@ -28,13 +29,15 @@ def _schedule(stages: int = 2, micro_batches: int = 16, name: str = "interleaved
     )
 
 
-def _cost(schedule: Schedule) -> Cost:
+def _cost(schedule: Schedule) -> Costs:
     """The whole head with the last chunk, or a share of it on every stage."""
     units = {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0}
 
     def cost(action: Action) -> float:
         if action.kind is ActionKind.HEAD:
-            return 3 * HEAD / schedule.shape.stages
+            return 2 * HEAD / schedule.shape.stages
+        if action.chunk == schedule.shape.head_chunk:  # the weights' half of a shared head
+            return HEAD / schedule.shape.stages
         holds_head = action.chunk == schedule.shape.last_chunk and not schedule.shared_head
         return units[action.kind] * (1 + HEAD * holds_head)
 
