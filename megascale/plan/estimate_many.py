@@ -1,0 +1,230 @@
+"""The closed form for many layouts of one job at once: what the search calls.
+
+    estimate_many(job, software, columns, cluster) -> Estimates
+
+`columns` has arrays of equal length, one entry a layout (`search.Space` is one such). A layer is
+priced once for each (tensor, micro-batch, recompute, halves) among them, collectives once for each
+way of cutting the model, and everything else is arithmetic on arrays: the formula is that of
+`estimate`, from the same pieces, so both give the same seconds (`tests/plan/test_estimate.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megascale.plan.bucket_prices import data_prices
+from megascale.plan.case import Case, Job, Layout, Recompute, Software
+from megascale.plan.closed_form import DataPieces, StepPieces, combine
+from megascale.plan.effects.effects import NO_EFFECTS, Effects
+from megascale.plan.estimate import data_pieces, hop_s
+from megascale.plan.machine.cluster import Cluster
+from megascale.plan.prices import ChunkPrices, Spent
+from megascale.plan.pricing import (
+    embedding_seconds,
+    end_prices,
+    layer_prices,
+    load_seconds,
+    pricer_of,
+    transfer_seconds,
+    update_seconds,
+)
+from megascale.plan.work.shape import rank_shape
+
+Floats = npt.NDArray[np.float64]
+_SPENT = tuple(field.name for field in fields(Spent))
+
+
+class LayoutColumns(Protocol):
+    """Arrays of one entry a layout. `recompute` and `schedule` are indices of the names given."""
+
+    @property
+    def tensor(self) -> Any: ...
+    @property
+    def pipeline(self) -> Any: ...
+    @property
+    def virtual(self) -> Any: ...
+    @property
+    def data(self) -> Any: ...
+    @property
+    def micro_batch_size(self) -> Any: ...
+    @property
+    def micro_batches(self) -> Any: ...
+    @property
+    def zero_stage(self) -> Any: ...
+    @property
+    def recompute(self) -> Any: ...
+    @property
+    def schedule(self) -> Any: ...
+    @property
+    def share_head(self) -> Any: ...
+    @property
+    def join_weight_gradients(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """step_s [layouts]; `parts` add up to it, with the keys of `closed_form.combine`."""
+
+    step_s: Floats
+    parts: dict[str, Floats]
+
+
+def estimate_many(
+    job: Job,
+    software: Software,
+    columns: LayoutColumns,
+    cluster: Cluster,
+    effects: Effects = NO_EFFECTS,
+    *,
+    recomputes: Sequence[Recompute] = ("none", "selective", "full"),
+    schedules: Sequence[str] = ("1f1b", "zb_h1", "interleaved_1f1b", "interleaved_zb"),
+) -> Estimates:
+    """The step's seconds of every layout. Their global batch is the job's."""
+    table = _Table(job, software, columns, recomputes, schedules)
+    if len(table.tensor) == 0:
+        return Estimates(np.zeros(0), {})
+    parts = combine(_pieces(table, cluster, effects))
+    return Estimates(np.sum(list(parts.values()), axis=0), parts)
+
+
+class _Table:
+    """The columns, and values that only a few of them tell apart."""
+
+    def __init__(
+        self,
+        job: Job,
+        software: Software,
+        columns: LayoutColumns,
+        recomputes: Sequence[Recompute],
+        schedules: Sequence[str],
+    ) -> None:
+        self.job, self.software = job, software
+        self._recomputes, self._schedules = recomputes, schedules
+        names = [name for name in vars(LayoutColumns) if not name.startswith("_")]
+        self._columns = {name: np.asarray(getattr(columns, name)) for name in names}
+
+    def __getattr__(self, name: str) -> npt.NDArray[Any]:
+        columns: dict[str, npt.NDArray[Any]] = self.__dict__["_columns"]
+        return columns[name]
+
+    def case(self, place: int) -> Case:
+        row = {name: column[place].item() for name, column in self._columns.items()}
+        del row["micro_batches"]
+        row["recompute"] = self._recomputes[row["recompute"]]
+        row["schedule"] = self._schedules[row["schedule"]]
+        row["share_head"] = bool(row["share_head"])
+        return Case(self.job, Layout(**row), self.software)
+
+    def by(self, names: Sequence[str], value: Callable[[Case], Any]) -> Floats:
+        """`value` of each layout, [..., layouts], computed once for each tuple of these columns."""
+        key = np.zeros(len(self.tensor), np.int64)
+        for name in names:
+            column = self._columns[name].astype(np.int64)
+            key = key * (column.max() + 1) + column
+        _, places, which = np.unique(key, return_index=True, return_inverse=True)
+        found = np.array([value(self.case(int(place))) for place in places], dtype=float)
+        return np.moveaxis(found[which], 0, -1)
+
+
+_LAYER = ("tensor", "micro_batch_size", "recompute", "schedule", "join_weight_gradients")
+_END = ("tensor", "micro_batch_size", "schedule", "join_weight_gradients", "share_head")
+_CUT = ("tensor", "pipeline", "virtual", "data", "zero_stage", "share_head")
+
+
+def _pieces(table: _Table, cluster: Cluster, effects: Effects) -> StepPieces:
+    p, v = table.pipeline, table.virtual
+    layer = table.by(_LAYER, lambda case: _layer_row(case, cluster, effects))
+    ends = table.by((*_END, "pipeline"), lambda case: _end_rows(case, cluster, effects))
+    embedding, last, head = ends
+    one = p == 1
+    base, larger = np.divmod(table.job.model.num_layers, p * v)
+    in_first = v * base + np.clip(-(-larger // p), 0, v)
+    in_last = v * base + np.clip(-((p - 1 - larger) // p), 0, v)
+    spent = slice(0, len(_SPENT))
+    busy_first = in_first * layer[spent] + embedding[spent] + head[spent] + one * last[spent]
+    busy_last = in_last * layer[spent] + last[spent] + head[spent] + one * embedding[spent]
+    before_last = (p - 1) * base + np.minimum(larger, p - 1)
+    behind_first = (p - 1) * base + np.clip(larger - (v - 1) * p - 1, 0, p - 1)
+    hop = layer[-1]
+    first_chunk = base + (larger > 0)
+    forward, backward = (
+        first_chunk * layer[i] + embedding[i] + one * last[i]
+        for i in (len(_SPENT), len(_SPENT) + 1)
+    )
+    hops_first = behind_first * hop + last[-1] + head[-1]
+    hops_last = before_last * hop + embedding[-1] + head[-1]
+    placed = ("tensor", "pipeline", "data", "micro_batch_size")
+    updates = table.by((*_CUT,), lambda case: _update_row(case, cluster, effects))
+    return StepPieces(
+        pipeline=p,
+        virtual=v,
+        micro_batches=table.micro_batches,
+        busy=np.stack([busy_first, busy_last], axis=1),
+        hops_s=np.where(one, 0.0, np.stack([hops_first, hops_last])),
+        forward_s=forward,
+        backward_s=backward,
+        transfer_s=table.by(placed, lambda case: _transfer(case, cluster, effects)),
+        transfer_slow_down=table.by(placed, lambda case: _slow_down(case, cluster)),
+        coupled=table.software.transfers == "coupled",
+        data=_data(table, cluster, effects),
+        zero_stage=table.zero_stage,
+        overlap_reduce=table.software.overlap_grad_reduce,
+        overlap_gather=table.software.overlap_param_gather,
+        update_s=updates[0],
+        embedding_s=updates[1],
+        load_s=table.by(
+            ("data", "micro_batch_size"),
+            lambda case: load_seconds(pricer_of(case, cluster, effects), case),
+        ),
+        fixed_s=effects.fixed_s + effects.launch_skew_s,
+    )
+
+
+def _layer_row(case: Case, cluster: Cluster, effects: Effects) -> list[float]:
+    prices = layer_prices(pricer_of(case, cluster, effects), rank_shape(case))
+    return _row(case, prices)
+
+
+def _end_rows(case: Case, cluster: Cluster, effects: Effects) -> list[list[float]]:
+    """Of the embedding, what the last chunk has besides its layers, and a shared head."""
+    embedding, last, head = end_prices(pricer_of(case, cluster, effects), case)
+    empty = ChunkPrices(Spent(), Spent(), Spent(), Spent())
+    return [_row(case, end) for end in (embedding, last, head or empty)]
+
+
+def _row(case: Case, prices: ChunkPrices) -> list[float]:
+    """Spent parts of a micro-batch, then forward, backward, and the hop."""
+    spent = prices.forward + prices.backward
+    parts = [getattr(spent, name) for name in _SPENT]
+    return [*parts, prices.forward.total_s, prices.backward.total_s, hop_s(case, prices)]
+
+
+def _update_row(case: Case, cluster: Cluster, effects: Effects) -> list[float]:
+    """The slower of the first and the last stage's update; the sum of tied embeddings."""
+    pricer = pricer_of(case, cluster, effects)
+    stages = {0, case.layout.pipeline - 1}
+    return [
+        max(update_seconds(pricer, case, stage) for stage in stages),
+        embedding_seconds(pricer, case),
+    ]
+
+
+def _transfer(case: Case, cluster: Cluster, effects: Effects) -> float:
+    return transfer_seconds(pricer_of(case, cluster, effects), rank_shape(case))
+
+
+def _slow_down(case: Case, cluster: Cluster) -> float:
+    return cluster.slow_down(cluster.link_of(pricer_of(case, cluster).group("pipeline")))
+
+
+def _data(table: _Table, cluster: Cluster, effects: Effects) -> DataPieces:
+    def row(case: Case) -> list[float]:
+        pieces = data_pieces(data_prices(case, pricer_of(case, cluster, effects), 0))
+        return [getattr(pieces, field.name) for field in fields(DataPieces)]
+
+    return DataPieces(*table.by(_CUT, row))
