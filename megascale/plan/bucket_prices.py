@@ -18,7 +18,6 @@ from megascale.plan.case import Case
 from megascale.plan.overlap import Pricer
 from megascale.plan.parameters import layer_parameters
 from megascale.plan.prices import DataPrices
-from megascale.plan.stages import split_layers
 from megascale.plan.work.operations import Collective, MemoryPass, Transfer
 
 _CAST_AND_SUM_BYTES = 12
@@ -71,7 +70,6 @@ def stage_elements(case: Case, stage: int) -> int:
 
 def stage_names(case: Case, stage: int) -> int:
     """Logical parameters of a stage, about: those of its layers."""
-    model, layout = case.job.model, case.layout
-    layers = split_layers(model.num_layers, layout.num_chunks)
-    held = sum(len(layers[c]) for c in range(stage, layout.num_chunks, layout.pipeline))
-    return held * len(layer_parameters(model, 0))
+    buckets = stage_buckets(case, stage)
+    layers = sum(bucket.layers for held in buckets.values() for bucket in held)
+    return layers * len(layer_parameters(case.job.model, 0))

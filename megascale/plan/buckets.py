@@ -14,7 +14,6 @@ from functools import lru_cache
 from megascale.config import ModelConfig
 from megascale.plan.case import Case
 from megascale.plan.parameters import chunk_parameters
-from megascale.plan.stages import split_layers
 from megascale.plan.work.ends import vocabulary_rows
 
 FIRST_BUCKET_SHARE = 1 / 8  # `parallel/buckets.py`
@@ -60,7 +59,8 @@ def chunk_units(case: Case, chunk: int) -> tuple[Unit, ...]:
     head = vocabulary_rows(model.vocab, parts) * model.hidden_size
     if chunk == layout.num_chunks:
         return (Unit(head, False),)
-    num_layers = len(split_layers(model.num_layers, layout.num_chunks)[chunk])
+    base, larger = divmod(model.num_layers, layout.num_chunks)  # `stages.split_layers`
+    num_layers = base + (chunk < larger)
     layer = layer_elements(model, layout.tensor)
     units: list[Unit] = []
     tied_apart = model.tie_embeddings and layout.pipeline > 1
