@@ -1,0 +1,1 @@
+"""`megascale calibrate`: measures the devices and links at hand, writes a cluster file of them."""
