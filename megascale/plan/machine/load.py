@@ -18,55 +18,66 @@ from megascale.errors import ConfigError
 from megascale.plan.machine.cluster import Cluster
 
 CATALOGUE = ("h200", "h100", "a100", "paper")
+_BOUNDS = ("ge", "le", "gt", "lt")
 SHARED = ("device", "nvlink", "network", "fabric", "overlap", "samples")
 
 
 def load_cluster(name_or_path: str, num_devices: int | None = None) -> Cluster:
     """The cluster of that name or file, with `num_devices` of its devices. ConfigError if bad."""
-    values = _sections(name_or_path, None, ())
+    tables = cluster_tables_of(name_or_path)
     if num_devices is not None:
-        values = _resized(values, num_devices)
+        tables = _resized(tables, num_devices)
+    return cluster_from(tables, name_or_path)
+
+
+def cluster_tables_of(name_or_path: str) -> dict[str, Any]:
+    """The file's tables, those of other files that it names in their places; not yet checked."""
+    return _tables(name_or_path, None, ())
+
+
+def cluster_from(tables: dict[str, Any], name: str) -> Cluster:
+    """Check tables; `name` is for the message. Raises ConfigError with every problem."""
     try:
-        return Cluster.model_validate(values)
+        return Cluster.model_validate(tables)
     except ValidationError as error:
-        raise ConfigError(_render(name_or_path, error)) from None
+        raise ConfigError(_render(name, error)) from None
 
 
-def _resized(values: dict[str, Any], num_devices: int) -> dict[str, Any]:
+def _resized(tables: dict[str, Any], num_devices: int) -> dict[str, Any]:
     """With as many devices; fewer than a node has are a smaller node."""
-    limit = values.get("most_devices") or values.get("num_devices")
-    per_node = values.get("devices_per_node")
+    limit = tables.get("most_devices") or tables.get("num_devices")
+    per_node = tables.get("devices_per_node")
     if num_devices < 1 or (isinstance(limit, int) and num_devices > limit):
         raise ConfigError(
-            f"cluster {values.get('name')!r} has {limit} devices, {num_devices} were asked for; "
+            f"cluster {tables.get('name')!r} has {limit} devices, {num_devices} were asked for; "
             f"ask for 1 to {limit}, or raise most_devices in a copy of its file"
         )
-    values = {**values, "num_devices": num_devices}
+    tables = {**tables, "num_devices": num_devices}
     if isinstance(per_node, int) and num_devices < per_node:
-        values = {**values, "devices_per_node": num_devices}
-        if isinstance(values.get("network"), dict) and isinstance(limit, int):
-            values["most_devices"] = num_devices
-    return values
+        tables = {**tables, "devices_per_node": num_devices}
+        if isinstance(tables.get("network"), dict) and isinstance(limit, int):
+            tables["most_devices"] = num_devices
+    return tables
 
 
-def _sections(name_or_path: str, beside: Path | None, seen: tuple[str, ...]) -> dict[str, Any]:
-    """The file's values, sections that name another file replaced by that file's."""
+def _tables(name_or_path: str, beside: Path | None, seen: tuple[str, ...]) -> dict[str, Any]:
+    """The file's tables, sections that name another file replaced by that file's."""
     text, place = _text_of(name_or_path, beside)
     try:
-        values = tomllib.loads(text)
+        tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"cluster file {name_or_path} does not parse: {error}") from None
     for section in SHARED:
-        other = values.get(section)
+        other = tables.get(section)
         if not isinstance(other, str):
             continue
         if other in (name_or_path, *seen):
             raise ConfigError(f"{name_or_path}: {section} = {other!r} leads back to itself")
-        theirs = _sections(other, place, (*seen, name_or_path))
+        theirs = _tables(other, place, (*seen, name_or_path))
         if section not in theirs:
             raise ConfigError(f"{name_or_path}: {section} = {other!r}, which has no [{section}]")
-        values[section] = theirs[section]
-    return values
+        tables[section] = theirs[section]
+    return tables
 
 
 def _text_of(name_or_path: str, beside: Path | None) -> tuple[str, Path | None]:
@@ -96,9 +107,12 @@ def _render(name: str, error: ValidationError) -> str:
         where = ".".join(str(part) for part in problem["loc"])
         message = problem["msg"].removeprefix("Value error, ")
         got = problem.get("input")
+        bound = next((v for k, v in problem.get("ctx", {}).items() if k in _BOUNDS), None)
         if problem["type"] == "missing":
             message = "missing; give it (the files of the catalogue show how)"
         elif problem["type"] != "value_error" and not isinstance(got, dict):
             message = f"{message}, got {got!r}"
+        if bound is not None:
+            message = f"{message}; nearest legal: {bound:g}"
         lines.append(f"{where}: {message}" if where else message)
     return f"cluster {name!r} is refused:\n" + "\n".join(lines)

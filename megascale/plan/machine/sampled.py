@@ -58,11 +58,12 @@ class SampledDevice:
         return self._device.seconds(operation, surface.factor(self._device.place(operation)))
 
     def _pass_s(self, memory_pass: MemoryPass) -> float:
+        """A sample is a whole pass, of one kernel or two; further ones cost their floor."""
         word = word_in(memory_pass.name, self._passes)
         if word is None or memory_pass.kernels == 0:
             return self._device.seconds(memory_pass)
-        each_bytes = memory_pass.num_bytes / memory_pass.kernels
-        return memory_pass.kernels * self._passes[word].seconds(each_bytes)
+        further_s = max(0, memory_pass.kernels - 2) * self._device.memory.floor_s
+        return self._passes[word].seconds(memory_pass.num_bytes) + further_s
 
     def _gemm_surface(self, samples: Iterable[GemmSample], direction: Direction) -> Surface | None:
         operations = [

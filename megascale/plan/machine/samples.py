@@ -1,5 +1,5 @@
-"""What `megascale calibrate` measures, as rows. A cluster file keeps them, or what was fitted on
-them; `curves.py` turns them into prices.
+"""What `megascale calibrate` measures, as rows. A cluster file keeps them beside what was fitted on
+them; `sampled.py` and `transfers.py` turn both into prices.
 
 All times are seconds of one device, the median of repeated calls, values checked before timing.
 """
@@ -75,6 +75,7 @@ class Samples(_Row):
     """Everything measured on one kind of machine."""
 
     device: str
+    source: str = Field("measured", description="where and how")
     versions: dict[str, str] = {}
     gemm: tuple[GemmSample, ...] = ()
     attention: tuple[AttentionSample, ...] = ()
@@ -82,3 +83,9 @@ class Samples(_Row):
     collective: tuple[CollectiveSample, ...] = ()
     overlap: tuple[OverlapSample, ...] = ()
     launch_s: float = Field(0.0, ge=0.0, description="host time of one kernel's launch")
+    sustained: float | None = Field(
+        None,
+        gt=0.0,
+        le=1.0,
+        description="rate of products that run for seconds on end to that of `gemm` (power limit)",
+    )
