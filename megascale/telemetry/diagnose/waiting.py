@@ -207,8 +207,8 @@ def _fronts(seen: Observed) -> list[tuple[str, tuple[int, ...]]]:
     for rank, view in seen.views.items():
         name = seen.group_of(rank) or ""
         members = seen.instance.get(name, {}).get(rank, ())
-        if len(members) > 1:
-            found[name, members, *view.place, view.recorded.get(name)].append(rank)
+        if len(members) > 1:  # its first member names an instance: hashing all of 12,288 takes long
+            found[name, members[0], *view.place, view.recorded.get(name)].append(rank)
     return [(str(key[0]), tuple(ranks)) for key, ranks in found.items()]
 
 
@@ -216,8 +216,9 @@ def _meeting(seen: Observed, name: str, front: tuple[int, ...]) -> Meeting:
     """Who is missing where `front` stands. Ranks that are few and further than many skipped this
     meeting: had it taken place, the many would have gone on as well."""
     missing, ahead = [], []
+    arrived_there = set(front)
     for rank in seen.instance[name][front[0]]:
-        if rank not in front:
+        if rank not in arrived_there:
             arrived = _arrived(seen, name, front[0], rank)
             if arrived == BEHIND:
                 missing.append(rank)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from megascale.events import group_id
@@ -106,7 +106,7 @@ def plant(layout: Layout, kind: str, seed: int, *, phase: str | None = None) -> 
 
 def _fault_place(
     rng: random.Random,
-    program: list[Op],
+    program: Sequence[Op],
     kind: str,
     phase: str | None,
     skippable: frozenset[str],
@@ -137,40 +137,56 @@ def _with_peers(mesh: Mesh) -> frozenset[str]:
 
 # ---------------------------------------------------------------- running it
 
+_INIT = Op("mark", "init")
 
-@dataclass
+
+@dataclass(slots=True)
 class _Rank:
     rank: int
     step: int
     index: int = 0
     now_s: float = 0.0
-    page: dict[str, object] = field(default_factory=lambda: {"phase": "init"})
+    marked: Op = _INIT
+    counted: Op | None = None
     page_s: float = 0.0
     numbers: Counter[str] = field(default_factory=Counter)  # of spans, as on the page
     posted: Counter[str] = field(default_factory=Counter)  # on the wire
     last_tensor: str = ""
+
+    @property
+    def page(self) -> dict[str, object]:
+        op, counted = self.marked, self.counted
+        page: dict[str, object] = {"phase": op.phase}
+        if op is not _INIT:
+            page |= {"chunk": op.chunk, "micro_batch": op.micro_batch}
+        if counted is not None and counted.group is not None:
+            page |= {"group_id": group_id(counted.group), "seq": self.numbers[counted.group]}
+        return page
 
     def view(self, now_s: float) -> RankView:
         age_s = now_s - self.page_s
         return RankView(epoch=4, step=self.step, age_s=age_s, os_state="S", **self.page)  # type: ignore[arg-type]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Meeting:
     size: int
     names: set[str] = field(default_factory=set)
     arrived: int = 0
     done_s: float = 0.0
     waiters: list[int] = field(default_factory=list)
+    is_over: bool = False
 
-    @property
-    def is_over(self) -> bool:
-        return self.arrived == self.size and len(self.names) == 1
+    def arrive(self, name: str, now_s: float) -> None:
+        self.arrived += 1
+        self.names.add(name)
+        self.done_s = max(self.done_s, now_s)
+        self.is_over = self.arrived == self.size and len(self.names) == 1
 
 
 class Job:
     def __init__(
-        self, layout: Layout, programs: list[list[Op]], rng: random.Random, first_step: int
+        self, layout: Layout, programs: list[tuple[Op, ...]], rng: random.Random, first_step: int
     ) -> None:
         self.mesh, self.programs, self.rng = layout.mesh, programs, rng
         self.first_step = first_step
@@ -199,30 +215,33 @@ class Job:
             state = self.ranks[self.ready.popleft()]
             program = self.programs[self.stage[state.rank]]
             fault_at = self.fault_at.get(state.rank, -1)
+            skipped, stops_at = self._fault(fault_at)
             while state.index < len(program):
-                if state.index == fault_at and not self.skips:
+                if state.index == stops_at:
                     break
-                if state.index == fault_at - 1 and self.skips and not self.counts_skipped:
-                    state.index += 2  # neither the span nor the collective
-                elif state.index == fault_at and self.skips:
-                    state.index += 1
-                elif not self._do(state, program[state.index]):
+                op = program[state.index]
+                if state.index in skipped:
+                    pass
+                elif op.kind == "mark":
+                    self._mark(state, op)
+                elif not self._do(state, op):
                     break
-                else:
-                    state.index += 1
+                state.index += 1
+
+    def _fault(self, fault_at: int) -> tuple[tuple[int, ...], int]:
+        """Operations that the rank leaves out, the collective and perhaps its span in front of it,
+        and the one that it never comes to."""
+        if fault_at < 0 or not self.skips:
+            return (), fault_at
+        return ((fault_at,) if self.counts_skipped else (fault_at - 1, fault_at)), -1
 
     def _do(self, state: _Rank, op: Op) -> bool:
         """False: the rank must wait."""
-        if op.kind == "mark":
-            self._mark(state, op)
-            return True
         assert op.group is not None, op
         meeting = self._meeting(state, op)
         if op.kind in ("post", "send"):
             state.last_tensor = op.name if op.group == "tensor" else state.last_tensor
-            meeting.arrived += 1
-            meeting.names.add(op.name)
-            meeting.done_s = max(meeting.done_s, state.now_s)
+            meeting.arrive(op.name, state.now_s)
             if meeting.is_over:
                 self.ready.extend(meeting.waiters)
                 meeting.waiters.clear()
@@ -248,16 +267,20 @@ class Job:
         number = state.posted[op.group]
         if op.kind == "await":
             number = state.posted[f"taken {op.group}"] + 1
-        return self.meetings.setdefault((op.group, instance, number), _Meeting(size))
+        key = (op.group, instance, number)
+        meeting = self.meetings.get(key)
+        if meeting is None:
+            meeting = self.meetings[key] = _Meeting(size)
+        return meeting
 
     def _mark(self, state: _Rank, op: Op) -> None:
         if op.phase == "data_wait":
             state.step += 1
         state.page_s = state.now_s
         if op.phase is not None:
-            state.page |= {"phase": op.phase, "chunk": op.chunk, "micro_batch": op.micro_batch}
+            state.marked = op
         if op.group is not None:
             state.numbers[op.group] += 1
-            state.page |= {"group_id": group_id(op.group), "seq": state.numbers[op.group]}
+            state.counted = op
         if op.cost_s:
             state.now_s += op.cost_s * self.rng.uniform(0.9, 1.1)

@@ -13,6 +13,7 @@ from megascale.events import Ongoing
 from megascale.telemetry.deadline import peers
 from megascale.topology import Mesh
 from tests.telemetry.diagnose.planted import SKIPS, Hang
+from tests.telemetry.diagnose.planted_large import guilty_in, models
 from tests.telemetry.diagnose.planted_program import Op
 
 AFTER_S = 10.0
@@ -76,27 +77,13 @@ def _fed(hang: Hang, rank: int) -> Op:
 def enlarged(hang: Hang, data: int, seed: int) -> tuple[Mesh, dict[int, Ongoing], tuple[int, ...]]:
     """(mesh, records, guilty ranks) of the same hang with `data` replicas: those that are added do
     what a healthy one of the small job does, some ms earlier or later."""
-    small = hang.layout.mesh
-    mesh = replace(small, data=data)
-    healthy = next(
-        dp_rank
-        for dp_rank in range(small.data)
-        if all(small.coordinates(rank).dp_rank != dp_rank for rank in hang.guilty)
-    )
+    mesh = replace(hang.layout.mesh, data=data)
     recorded, rng = ongoing(hang), random.Random(seed)
     found = {}
-    for rank in range(mesh.world_size):
-        at = mesh.coordinates(rank)
-        dp_rank = at.dp_rank if at.dp_rank < small.data else healthy
-        record = recorded.get(
-            small.global_rank(tp_rank=at.tp_rank, dp_rank=dp_rank, pp_rank=at.pp_rank)
-        )
+    for rank, model in enumerate(models(hang, mesh)):
+        record = recorded.get(model)
         if record is not None:
-            jitter_ns = rng.randrange(2_000_000) if at.dp_rank >= small.data else 0
+            is_added = mesh.coordinates(rank).dp_rank >= hang.layout.mesh.data
+            jitter_ns = rng.randrange(2_000_000) if is_added else 0
             found[rank] = replace(record, rank=rank, t_ns=record.t_ns + jitter_ns, peers=())
-    places = [small.coordinates(rank) for rank in hang.guilty]
-    guilty = [
-        mesh.global_rank(tp_rank=at.tp_rank, dp_rank=at.dp_rank, pp_rank=at.pp_rank)
-        for at in places
-    ]
-    return mesh, found, tuple(guilty)
+    return mesh, found, guilty_in(hang, mesh)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from megascale.plan.actions import RECEIVES, SENDS, Action, ActionKind, PipelineShape
 from megascale.plan.schedules import build_stage
@@ -48,7 +49,8 @@ class Op:
     cost_s: float = 0.0
 
 
-def stage_program(layout: Layout, stage: int) -> list[Op]:
+@cache
+def stage_program(layout: Layout, stage: int) -> tuple[Op, ...]:
     """Three steps of a rank of `stage`."""
     mesh = layout.mesh
     shape = PipelineShape(mesh.pipeline, layout.chunks, layout.micro_batches)
@@ -70,7 +72,7 @@ def stage_program(layout: Layout, stage: int) -> list[Op]:
     if mesh.data > 1:
         for chunk in last_of:
             step += _collective("data", f"gather {chunk}", phase="param_gather")
-    return step * 3
+    return tuple(step * 3)
 
 
 def _collective(group: str, name: str, phase: str | None = None) -> list[Op]:

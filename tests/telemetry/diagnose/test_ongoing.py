@@ -10,10 +10,10 @@ import pytest
 from megascale.events import Ongoing
 from megascale.telemetry.diagnose.ongoing import stalled
 from megascale.topology import Mesh
-from tests.telemetry.diagnose.planted import KINDS, LAYOUTS, SKIPS, Hang, Layout, plant
+from tests.telemetry.diagnose.planted import KINDS, LAYOUTS, SKIPS, Hang, plant
+from tests.telemetry.diagnose.planted_large import MEDIUM, NUM_REPLICAS
 from tests.telemetry.diagnose.planted_ongoing import enlarged, ongoing
 
-MEDIUM = Layout(Mesh(8, 4, 8), micro_batches=8, tensor_ops=1)
 CASES = [
     (layout, kind)
     for layout in LAYOUTS
@@ -55,8 +55,15 @@ def test_exactly_the_guilty_ranks(layout: str, kind: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("layout", "kind"), CASES)
+def test_exactly_the_guilty_ranks_in_many_seeds(layout: str, kind: str) -> None:
+    for seed in range(6):
+        _check(layout, kind, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "kind"), CASES)
 def test_exactly_the_guilty_ranks_in_all_seeds(layout: str, kind: str) -> None:
-    for seed in range(30):
+    for seed in range(6, 60):
         _check(layout, kind, seed)
 
 
@@ -65,7 +72,7 @@ def test_exactly_the_guilty_ranks_in_all_seeds(layout: str, kind: str) -> None:
 def test_twelve_thousand_ranks(kind: str) -> None:
     for seed in range(30):
         hang = plant(MEDIUM, kind, seed)
-        mesh, records, guilty = enlarged(hang, 192, seed)
+        mesh, records, guilty = enlarged(hang, NUM_REPLICAS, seed)
         began_s = time.monotonic()
         stall = stalled(records, mesh)
         assert time.monotonic() - began_s < 10
