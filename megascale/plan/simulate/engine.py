@@ -5,6 +5,10 @@ a stage), a transfer (one at a time a channel), a data-parallel collective (one 
 So the heap holds ends only: of a stage's compute or wait, by the stage's number, and of transfers,
 by theirs plus the number of stages.
 
+A stage has one link out and one in, and a transfer has those of its two ends for itself: activations
+to the next stage and gradients to the one before leave one after the other. Whoever was ready first
+goes first. Collectives are priced alone and do not take turns.
+
 Compute beside communication. A compute that takes `w` alone advances at speed 1 where nothing is
 communicated, `1 - transfer_loss` while its stage sends or receives, `1 - data_loss` beside a
 data-parallel collective, and less both losses beside both. What begins later is not known when a
@@ -88,6 +92,9 @@ class Engine:
         self._missing = [len(stages) for stages in table.stages]  # parties that have not posted
         self._is_over = [False] * len(table.seconds)
         self._is_blocked = _blocked(table.following)  # by the one before it on its channel
+        self._sends, self._receives = [False] * count, [False] * count
+        self._to_send: list[list[int]] = [[] for _ in range(count)]  # ready, and no link is free
+        self._to_receive: list[list[int]] = [[] for _ in range(count)]
         self._transfer_loss = program.transfer_loss
         self._data_loss = [stage.data_loss for stage in program.stages]
         assert all(program.transfer_loss + loss < 1.0 for loss in self._data_loss), (
@@ -206,7 +213,18 @@ class Engine:
         if not self._missing[transfer]:
             self.met_s[transfer] = now_s
             if not self._is_blocked[transfer]:
-                self._begin_transfer(transfer, now_s)
+                self._begin_or_queue(transfer, now_s)
+
+    def _begin_or_queue(self, transfer: int, now_s: float) -> None:
+        stages = self._stages[transfer]
+        if len(stages) == 2:
+            source, destination = stages
+            if self._sends[source] or self._receives[destination]:
+                self._to_send[source].append(transfer)
+                self._to_receive[destination].append(transfer)
+                return
+            self._sends[source] = self._receives[destination] = True
+        self._begin_transfer(transfer, now_s)
 
     def _begin_transfer(self, transfer: int, now_s: float) -> None:
         end_s = now_s + self._seconds[transfer]
@@ -217,16 +235,29 @@ class Engine:
 
     def _end_transfer(self, transfer: int, now_s: float) -> None:
         self._is_over[transfer] = True
+        stages = self._stages[transfer]
+        if len(stages) == 2:
+            self._free_links(*stages, now_s)
         following = self._following[transfer]
         if following >= 0:
             self._is_blocked[following] = False
             if not self._missing[following]:
-                self._begin_transfer(following, now_s)
-        for stage in self._stages[transfer]:
+                self._begin_or_queue(following, now_s)
+        for stage in stages:
             if self._waits_for[stage] == transfer:
                 self._waits_for[stage] = -1
                 self._is_done(stage, now_s)
                 self._advance(stage, now_s)
+
+    def _free_links(self, source: int, destination: int, now_s: float) -> None:
+        self._sends[source] = self._receives[destination] = False
+        for queued in (*self._to_send[source], *self._to_receive[destination]):
+            begins, ends = self._stages[queued]
+            if not (self._sends[begins] or self._receives[ends]):
+                self._sends[begins] = self._receives[ends] = True
+                self._to_send[begins].remove(queued)
+                self._to_receive[ends].remove(queued)
+                self._begin_transfer(queued, now_s)
 
 
 def _blocked(following: list[int]) -> list[bool]:

@@ -10,9 +10,9 @@ data-parallel communication. Six operations are enough, as every way of waiting 
     START   item, seconds       queue a collective on the stage's data-parallel stream
     AWAIT   item                wait until it is over
 
-A transfer begins when all its parties have posted it and the one before it on its channel is over:
-NCCL's kernels on a communicator's stream. Sends and receives have two parties; the collectives of a
-shared head have all stages.
+A transfer begins when all its parties have posted it, the one before it on its channel is over
+(NCCL's kernels on a communicator's stream) and its links are free. Sends and receives have two
+parties; the collectives of a shared head have all stages.
 """
 
 from __future__ import annotations

@@ -13,19 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 from megascale.plan.prices import Spent
-from megascale.plan.simulate.engine import Engine
+from megascale.plan.simulate.engine import Engine, TimedSpan
 from megascale.plan.simulate.program import NEED, Label, Program
 
-COMPUTE_LANE, DATA_LANE = "compute", "data"
+COMPUTE_LANE, DATA_LANE, HOST_LANE = "compute", "data", "host"
+_ON_HOST = ("load", "fixed")
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedSpan:
     """Something that a stage does from begin to end; spans of a lane never overlap.
 
-    lane      "compute", "data", "head", or what is sent or received: "send activation", ...
+    lane      "compute", "data", "host", "head", or what is sent or received: "send activation"
     kind      as the recorder names it: "forward", "backward", "send", "grad_sync", "optimizer", ...
     transfer  the number of the transfer whose end this is
     """
@@ -124,23 +126,30 @@ class Timeline:
     def _computes(self, stage: int) -> Iterator[SimulatedSpan]:
         """What was cut at the borders of buckets is one span again, unless it was kept waiting."""
         labels = self._program.stages[stage].labels
-        begun: tuple[int, float, float] | None = None
-        for span in self._engine.spans[stage]:
-            if begun and begun[0] == span[0] and begun[2] == span[1]:
-                begun = (begun[0], begun[1], span[2])
-                continue
-            if begun:
-                yield _span(stage, COMPUTE_LANE, labels[begun[0]], begun[1], begun[2])
-            begun = span
-        if begun:
-            yield _span(stage, COMPUTE_LANE, labels[begun[0]], begun[1], begun[2])
+        joined: list[TimedSpan] = []
+        for label, begin_s, end_s in self._engine.spans[stage]:
+            if joined and joined[-1][0] == label and joined[-1][2] == begin_s:
+                joined[-1] = (label, joined[-1][1], end_s)
+            else:
+                joined.append((label, begin_s, end_s))
+        for label, begin_s, end_s in joined:
+            lane = HOST_LANE if labels[label].kind in _ON_HOST else COMPUTE_LANE
+            yield _span(stage, lane, labels[label], begin_s, end_s)
+
+    @cached_property
+    def _transfers_of(self) -> list[list[int]]:
+        """By stage, the numbers of its transfers."""
+        found: list[list[int]] = [[] for _ in self.parts]
+        for number, stages in enumerate(self._program.transfers.stages):
+            for stage in stages:
+                found[stage].append(number)
+        return found
 
     def _transfers(self, stage: int) -> Iterator[SimulatedSpan]:
         table = self._program.transfers
         found = []
-        for number, stages in enumerate(table.stages):
-            if stage not in stages:
-                continue
+        for number in self._transfers_of[stage]:
+            stages = table.stages[number]
             label, begin_s = table.labels[number], self._engine.begin_s[number]
             end_s = begin_s + table.seconds[number]
             if label.kind == "transfer":
