@@ -60,12 +60,17 @@ class Device(Sourced):
         peak_flops = self.peak_flops(operation.dtype_bytes)
         return self.gemm.coordinates(operation, peak_flops, self.reached_bytes_per_s)
 
-    def matrix_s(self, operation: Gemm | Attention) -> float:
-        """Of the tensor cores alone, by the curves."""
+    def matrix_s(self, operation: Gemm | Attention, *, in_step: bool = False) -> float:
+        """Of the tensor cores alone, by the curves; `in_step`: at the rate that they sustain."""
         if isinstance(operation, Attention):
             return self.attention.matrix_s(operation, self.peak_flops())
-        peak_flops = self.peak_flops(operation.dtype_bytes)
-        return self.gemm.matrix_s(operation, peak_flops, self.reached_bytes_per_s, self.num_sms)
+        return self.gemm.matrix_s(
+            operation,
+            self.peak_flops(operation.dtype_bytes),
+            self.reached_bytes_per_s,
+            self.num_sms,
+            self.gemm.sustained if in_step else 1.0,
+        )
 
     def traffic_s(self, operation: Gemm | Attention) -> float:
         """Of memory alone."""
@@ -77,10 +82,9 @@ class Device(Sourced):
         """By the curves; `correction` multiplies the time of the tensor cores."""
         if isinstance(operation, MemoryPass):
             return self.memory.pass_s(operation, self.bytes_per_s)
-        floor_s, matrix_s = self.attention.floor_s, correction * self.matrix_s(operation)
-        if isinstance(operation, Gemm):
-            floor_s, matrix_s = self.gemm.floor_s, matrix_s / self.gemm.sustained
-        return floor_s + max(matrix_s, self.traffic_s(operation))
+        curve = self.gemm if isinstance(operation, Gemm) else self.attention
+        matrix_s = correction * self.matrix_s(operation, in_step=True)
+        return curve.floor_s + max(matrix_s, self.traffic_s(operation))
 
     def roofline_s(self, operation: Gemm | Attention | MemoryPass) -> float:
         """No device of these peaks is faster."""

@@ -6,6 +6,7 @@ largest sizes decide. The corrections of `sampled.py` then start from a curve th
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from math import log
 from statistics import median
@@ -148,5 +149,7 @@ def _link_of(transfer: str) -> str:
 
 
 def _thinned(samples: Sequence[Sample]) -> Sequence[Sample]:
-    """Every nth, so that a fit takes seconds."""
-    return samples[:: max(1, -(-len(samples) // _MOST_SAMPLES))]
+    """Some of them, always the same ones, so that a fit takes seconds."""
+    if len(samples) <= _MOST_SAMPLES:
+        return samples
+    return random.Random(0).sample(list(samples), _MOST_SAMPLES)

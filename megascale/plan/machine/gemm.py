@@ -46,16 +46,27 @@ class GemmCurve(Sourced):
         factors = {Direction.DGRAD: self.dgrad, Direction.WGRAD: self.wgrad}
         return peak_flops * min(1.0, self.share * factors.get(direction, 1.0))
 
-    def depth(self, gemm: Gemm, peak_flops: float, bytes_per_s: float) -> float:
-        """Depth that is paid for: the product's, and as much as starting and storing cost."""
-        storing = result_bytes(gemm) * self.rate(gemm.direction, peak_flops) / (2 * bytes_per_s)
-        return gemm.depth + self.half_depth + storing
-
-    def matrix_s(self, gemm: Gemm, peak_flops: float, bytes_per_s: float, num_sms: int) -> float:
-        """Seconds of the tensor cores, on `num_sms` SMs that together have `peak_flops`."""
-        elements = min(self._tiled(gemm, *tile, num_sms) for tile in TILES)
+    def storing_depth(self, gemm: Gemm, peak_flops: float, bytes_per_s: float) -> float:
+        """Depth that takes as long as storing the result."""
         rate = self.rate(gemm.direction, peak_flops)
-        return 2.0 * elements * self.depth(gemm, peak_flops, bytes_per_s) / rate
+        return result_bytes(gemm) * rate / (2.0 * bytes_per_s)
+
+    def matrix_s(
+        self,
+        gemm: Gemm,
+        peak_flops: float,
+        bytes_per_s: float,
+        num_sms: int,
+        sustained: float = 1.0,
+    ) -> float:
+        """Seconds of the tensor cores, on `num_sms` SMs that together have `peak_flops`.
+
+        sustained  of their rate; storing is not slowed
+        """
+        elements = min(self._tiled(gemm, *tile, num_sms) for tile in TILES)
+        depth = (gemm.depth + self.half_depth) / sustained
+        depth += self.storing_depth(gemm, peak_flops, bytes_per_s)
+        return 2.0 * elements * depth / self.rate(gemm.direction, peak_flops)
 
     def _tiled(self, gemm: Gemm, tile_rows: int, tile_columns: int, num_sms: int) -> float:
         """Elements of output that the whole device pays for, in tiles of this shape."""
@@ -75,7 +86,9 @@ class GemmCurve(Sourced):
         self, gemm: Gemm, peak_flops: float, bytes_per_s: float
     ) -> tuple[float, float, float]:
         """In which a correction by samples is smooth."""
-        return log(gemm.rows), log(gemm.columns), log(self.depth(gemm, peak_flops, bytes_per_s))
+        depth = gemm.depth + self.half_depth
+        depth += self.storing_depth(gemm, peak_flops, bytes_per_s)
+        return log(gemm.rows), log(gemm.columns), log(depth)
 
 
 def result_bytes(gemm: Gemm) -> int:
