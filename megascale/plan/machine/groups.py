@@ -40,17 +40,13 @@ def group_shape(mesh: Mesh, axis: Axis, devices_per_node: int) -> GroupShape:
     "pipeline" is the edge between neighbouring stages, the worst of them; "embedding" the pair of
     first and last stage.
     """
-    stage = mesh.tensor * mesh.data
     if axis == "tensor":
         return _strided(mesh.tensor, 1, mesh.world_size, devices_per_node)
     if axis == "data":
         return _strided(mesh.data, mesh.tensor, mesh.world_size, devices_per_node)
     if mesh.pipeline == 1:
         return GroupShape(1, 1)
-    inside = mesh.world_size <= devices_per_node
-    if axis == "pipeline" and not inside:
-        inside = devices_per_node % (2 * stage) == 0 and mesh.pipeline == 2
-    return GroupShape(2, 2 if inside else 1)
+    return GroupShape(2, 2 if mesh.world_size <= devices_per_node else 1)
 
 
 def _strided(ranks: int, stride: int, world_size: int, devices_per_node: int) -> GroupShape:

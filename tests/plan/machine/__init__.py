@@ -1,0 +1,1 @@
+"""Clusters: files, curves, and prices by hand and by property."""
