@@ -105,11 +105,14 @@ def axis_share(
     uplinks: Uplinks,
     *,
     rails: int = 1,
+    nics_a_rail: int = 1,
     seed: int = 0,
 ) -> Interval:
     """Share of its bandwidth that the slowest flow of an axis gets; 1 where all stay inside.
 
-    switch_of  switch (or set of switches) of each node, by the node's place in the order of ranks
+    switch_of    switch (or set of switches) of each node, by the node's place in the order of ranks
+    nics_a_rail  that a node has on one switch, each with a flow of its own
     """
     counts = Counter(leaving(node_edges(mesh, devices_per_node, axis), switch_of).tolist())
-    return slowest_flow(uplinks, {flows: rails * n for flows, n in counts.items()}, seed=seed)
+    switches = {nics_a_rail * nodes: rails * number for nodes, number in counts.items()}
+    return slowest_flow(uplinks, switches, seed=seed)
