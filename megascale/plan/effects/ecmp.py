@@ -94,14 +94,15 @@ def fullest_cdf(num_flows: int, num_links: int) -> tuple[float, ...]:
     log_factorials = np.array([math.lgamma(i + 1) for i in range(num_flows + 1)])
     found = [1.0 if num_flows == 0 else 0.0]
     for most in range(1, num_flows + 1):
-        if found[-1] > 1.0 - 1e-15:
+        if found[-1] == 1.0:
             found.append(1.0)
             continue
         log_one = np.full(num_flows + 1, -np.inf)
         log_one[: most + 1] = -log_factorials[: most + 1]
         log_all = _log_power(log_one, num_links)
         log_chance = log_all[-1] + log_factorials[-1] - num_flows * math.log(num_links)
-        found.append(min(1.0, max(found[-1], math.exp(log_chance))))
+        chance = math.exp(log_chance)
+        found.append(1.0 if chance > 1.0 - 1e-12 else max(found[-1], chance))
     return tuple(found)
 
 
