@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from itertools import product
 from math import isfinite
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -183,3 +185,32 @@ def test_a_price_takes_microseconds() -> None:
         took_s.append((time.perf_counter() - start) / len(gemms))
     assert took_s[0] < 1e-3
     assert min(took_s) < 2e-5
+
+
+def noisy() -> Cluster:
+    """An A100 whose samples are off by anything between a half and twice."""
+    cluster, random = CLUSTERS["a100"], Random(1)
+    rows = []
+    for size in product((512, 2048, 8192), (1024, 4096, 12_288), (1024, 12_288)):
+        gemm = Gemm("g", *size, direction=Direction.FORWARD)
+        row = dict(zip(("rows", "columns", "depth"), size, strict=True))
+        seconds = cluster.seconds(gemm) * 2.0 ** random.uniform(-1, 1)
+        rows.append({**row, "direction": "forward", "seconds": seconds})
+    return cluster.changed({"samples": {"device": "x", "gemm": rows}})
+
+
+NOISY = noisy()
+
+
+@settings(max_examples=300)
+@given(
+    st.tuples(SIZES, SIZES, SIZES), st.integers(0, 2), st.integers(1, 3000) | st.sampled_from([1])
+)
+def test_noise_in_samples_does_not_make_a_larger_product_cheaper(
+    size: tuple[int, int, int], which: int, more: int
+) -> None:
+    larger = tuple(value + (more if i == which else 0) for i, value in enumerate(size))
+    small, large = (
+        NOISY.seconds(Gemm("g", a, b, c, Direction.FORWARD)) for a, b, c in (size, larger)
+    )
+    assert small <= large * (1 + 1e-9)
