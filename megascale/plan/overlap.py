@@ -9,10 +9,12 @@ How a transfer meets a matrix product (`Software.tensor_overlap`):
 | chunked (MegaScale Figure 3c) | its own operand or result too | chunks: a pipeline of two stages |
 | fused (Flux) | the same | side by side, and the last tile's transfer (the first's) |
 
-Side by side, compute is slowed by sigma and a transfer by rho, while both run and no longer. Chunks
-are priced at their own size, so that many small ones pay their products' lower rate and each
-transfer's latency; the program takes the number of chunks that is fastest, one of them being one,
-as its tuner does. That number is the same for product and transfer.
+Side by side, compute is slowed by sigma and a transfer by rho, while both run and no longer. In a
+node, chunks and tiles travel by copy engines, as the paper's "Copy A0" and `flux/` do, and what is
+reduced is summed by a pass of its own; whole collectives are NCCL's. Chunks are priced at their own
+size, so that many small ones pay their products' lower rate and each transfer's latency; the
+program takes the number of chunks that is fastest, one of them being one, as its tuner does. That
+number is the same for product and transfer.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from megascale.plan.work.operations import (
     Gemm,
     MemoryPass,
     Operation,
+    Transfer,
     Work,
 )
 from megascale.topology import Mesh
@@ -124,7 +127,7 @@ class Pricer:
         if self.tensor_overlap == "fused":
             both_s = self._fused_s(alone_s, gemm, under, beside)
         else:
-            both_s = self._chunked_s(gemm, under, beside)
+            both_s = self._chunked_s(gemm, under, beside, CHUNKS[-1] if self._cuts else 1)
         return Spent(gemm_s=alone_s, tensor_s=both_s - alone_s)
 
     def _fused_s(
@@ -134,33 +137,49 @@ class Pricer:
         transfers = [*under, *beside]
         local = not self.group(transfers[0].axis).crosses_nodes
         moving_s = sum(self.transfer_s(c, copy_engine=local) for c in transfers)
-        link = "copy_engine" if local else self.cluster.link_of(self.group(transfers[0].axis))
-        sigma, rho = self.cluster.slow_down(link), self.cluster.transfer_slow_down(link)
+        sigma, rho = self._slow_downs(transfers[0], copies=local)
         tile = min(1.0, TILE_ROWS * self.group(transfers[0].axis).ranks / gemm.rows)
         last_s = max((self.transfer_s(c, share=tile, copy_engine=local) for c in under), default=0)
-        tiled_s = side_by_side(gemm_s, moving_s, sigma, rho) + last_s
-        return min(tiled_s, self._chunked_s(gemm, under, beside, most=1))
+        tiled_s = side_by_side(gemm_s, moving_s, sigma, rho) + last_s + self._sums_s(under, local)
+        return min(tiled_s, self._chunked_s(gemm, under, beside, 1))
 
     def _chunked_s(
-        self, gemm: Gemm, under: list[Collective], beside: list[Collective], most: int = CHUNKS[-1]
+        self, gemm: Gemm, under: list[Collective], beside: list[Collective], most: int
     ) -> float:
-        """In the number of chunks that is fastest. `beside` runs as it is, beside all of them."""
-        link = self.cluster.link_of(self.group([*under, *beside][0].axis))
-        sigma, rho = self.cluster.slow_down(link), self.cluster.transfer_slow_down(link)
-        besides_s = sum(self.transfer_s(c) for c in beside)
+        """In the number of chunks that is fastest, at most `most`. `beside` runs as it is, beside
+        all of them."""
+        local = not self.group([*under, *beside][0].axis).crosses_nodes
         best = float("inf")
         for count in CHUNKS:
             if count > most or (count > 1 and gemm.rows < count * TILE_ROWS):
                 break
+            copies = local and count > 1
+            sigma, rho = self._slow_downs([*under, *beside][0], copies=copies)
             chunk_s = self.compute_s(replace(gemm, rows=-(-gemm.rows // count)))
-            moving_s = sum(self.transfer_s(c, share=1.0 / count) for c in under)
-            piped_s = chunk_s + moving_s
+            moving_s = sum(self.transfer_s(c, share=1.0 / count, copy_engine=copies) for c in under)
+            besides_s = sum(self.transfer_s(c, copy_engine=copies) for c in beside)
+            piped_s = chunk_s + moving_s + self._sums_s(under, copies)
             if count > 1:
                 piped_s += (count - 1) * side_by_side(chunk_s, moving_s, sigma, rho)
             busy_s = count * moving_s  # of the link that `beside` needs too
             spare_s = max(0.0, piped_s - busy_s)
             best = min(best, busy_s + side_by_side(spare_s, besides_s, sigma, rho))
         return best
+
+    def _slow_downs(self, collective: Collective, *, copies: bool) -> tuple[float, float]:
+        """Of compute beside the transfer, and of the transfer."""
+        link = "copy_engine" if copies else self.cluster.link_of(self.group(collective.axis))
+        return self.cluster.slow_down(link), self.cluster.transfer_slow_down(link)
+
+    def _sums_s(self, transfers: list[Collective], copies: bool) -> float:
+        """What copies bring of every rank is summed by a pass of its own."""
+        if not copies:
+            return 0.0
+        return sum(
+            self.compute_s(MemoryPass("sum", c.num_bytes * (1.0 + 1.0 / self.group(c.axis).ranks)))
+            for c in transfers
+            if c.transfer is not Transfer.ALL_GATHER
+        )
 
     def _launched(self, spent: Spent, part: Work) -> Spent:
         """What the device waits for the host, where launches take longer than the work."""

@@ -84,7 +84,7 @@ def megascale_case(row: Printed, choices: Choices, *, system: str) -> Case:
         replace(
             _layout(row, choices.micro_batch_size),
             recompute=choices.recompute,
-            zero_stage=2 if system == "megascale" else choices.zero_stage,
+            zero_stage=choices.zero_stage,
         ),
         SYSTEMS[system],
     )
