@@ -1,4 +1,8 @@
-"""A simulated step as lines of letters, one a stage: each column is what fills most of its time."""
+"""A simulated step as lines of letters, one a stage.
+
+A column is a hundredth of the step, longer than a compute where there are many: letters come as
+often as what they stand for takes time, each column showing what is most overdue.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ _LETTERS = {
     "load": "L",
     "fixed": "x",
 }
-_IDLE, _COMMUNICATES = ".", "~"
+_KINDS = (*dict.fromkeys(_LETTERS.values()), "~", ".")  # the last two: idle
 
 LEGEND = (
     "(F forward, B backward, W weight gradients, H shared head, U update, L load, x fixed costs;",
@@ -39,21 +43,23 @@ def draw(timeline: Timeline, width: int = WIDTH) -> list[str]:
 
 
 def _line(timeline: Timeline, stage: int, width: int) -> str:
-    kinds = [*dict.fromkeys(_LETTERS.values())]
-    filled_WK = np.zeros((width, len(kinds)))
+    filled_KW = np.zeros((len(_KINDS), width))
     reduced_W = np.zeros(width)
     for span in timeline.spans(stage):
         if span.kind in _LETTERS:
-            _fill(filled_WK[:, kinds.index(_LETTERS[span.kind])], span, timeline.step_s)
+            _fill(filled_KW[_KINDS.index(_LETTERS[span.kind])], span, timeline.step_s)
         elif span.lane == DATA_LANE:
             _fill(reduced_W, span, timeline.step_s)
+    idle_W = np.clip(1.0 - filled_KW.sum(axis=0), 0.0, 1.0)
+    filled_KW[-2] = np.minimum(idle_W, reduced_W)
+    filled_KW[-1] = idle_W - filled_KW[-2]
+    owed_K = np.zeros(len(_KINDS))
     letters = []
-    for column, filled_K in enumerate(filled_WK):
-        most = int(filled_K.argmax())
-        if filled_K.sum() >= 0.5:
-            letters.append(kinds[most])
-        else:
-            letters.append(_COMMUNICATES if reduced_W[column] >= 0.5 else _IDLE)
+    for filled_K in filled_KW.T:
+        owed_K += filled_K
+        shown = int(np.where(filled_K > 0.0, owed_K, -np.inf).argmax())
+        owed_K[shown] -= 1.0
+        letters.append(_KINDS[shown])
     return "".join(letters)
 
 

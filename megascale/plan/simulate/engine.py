@@ -5,9 +5,9 @@ a stage), a transfer (one at a time a channel), a data-parallel collective (one 
 So the heap holds ends only: of a stage's compute or wait, by the stage's number, and of transfers,
 by theirs plus the number of stages.
 
-A stage has one link out and one in, and a transfer has those of its two ends for itself: activations
-to the next stage and gradients to the one before leave one after the other. Whoever was ready first
-goes first. Collectives are priced alone and do not take turns.
+A stage has one link out and one in, and a transfer has those of its two ends for itself, so that
+activations to the next stage and gradients to the one before leave one after the other. Whoever was
+ready first goes first. Collectives are priced alone and do not take turns.
 
 Compute beside communication. A compute that takes `w` alone advances at speed 1 where nothing is
 communicated, `1 - transfer_loss` while its stage sends or receives, `1 - data_loss` beside a

@@ -37,7 +37,7 @@ def case_of(
     """A case whose pipeline runs as many micro-batches; layout: fields of `Layout`."""
     spread = replace(Layout(), **layout)  # type: ignore[arg-type]
     batch = micro_batches * spread.data * spread.micro_batch_size
-    return Case(Job(ModelConfig(), batch, 128), spread, software or Software())
+    return Case(Job(ModelConfig(vocab_size=512), batch, 128), spread, software or Software())
 
 
 def chunk_prices(forward: float, backward_input: float, backward_weight: float) -> ChunkPrices:
