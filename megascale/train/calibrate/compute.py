@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megascale.config import OptimizerConfig
-from megascale.flux.timing import EagerTimer, HostTimer, Run
+from megascale.flux.timing import EagerTimer, GraphTimer, HostTimer, Run, Timer
 from megascale.ops.activation import activation
 from megascale.ops.attention import attention, attention_reference
 from megascale.ops.linear import accumulate_weight_gradient
@@ -29,20 +29,27 @@ ROUNDS = 3
 MOST_ERROR = 2e-2  # relative, in the 2-norm: bf16
 NORM_WIDTH = 4096
 SUSTAINED_S = 2.0
+LEAST_S = 1e-7  # of a difference of two times
+LEAST_UPDATE_BYTES = 2**26  # below, the host takes longer to launch an update than it runs
 LOW = torch.bfloat16
 
 
-def timer(device: torch.device) -> EagerTimer | HostTimer:
-    """On a GPU bursts between events of the device, behind a sleep; else the host's clock."""
-    return EagerTimer(None) if device.type == "cuda" else HostTimer(None)
+class Stopwatch:
+    """Seconds of a call, the median of some bursts.
 
+    On a GPU a burst is the replay of a graph: the device's time, without the host's launches, which
+    are priced by themselves. What cannot be captured is launched call by call, behind a sleep.
+    """
 
-def seconds_of(runs: Iterable[Run], device: torch.device) -> Iterator[float]:
-    """The median of some bursts of each; one after the other, so that operands can be shared."""
-    clock = timer(device)
-    for run in runs:
-        probe = clock.prepare(run)
-        yield statistics.median(probe() for _ in range(ROUNDS)) / 1e3
+    def __init__(self, device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        self.device = device
+        self._graphs: Timer = GraphTimer(None) if on_cuda else HostTimer(None)
+        self._calls: Timer = EagerTimer(None) if on_cuda else HostTimer(None)
+
+    def seconds(self, run: Run, *, captured: bool = True) -> float:
+        probe = (self._graphs if captured else self._calls).prepare(run)
+        return statistics.median(probe() for _ in range(ROUNDS)) / 1e3
 
 
 class Operands:
@@ -102,10 +109,10 @@ def _matrices(gemm: Gemm) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def measure_gemms(
-    gemms: list[Gemm], device: torch.device, in_time: Callable[[], bool]
+    gemms: list[Gemm], watch: Stopwatch, in_time: Callable[[], bool]
 ) -> list[GemmSample]:
     """A sample of each product that there was time for. AssertionError where values are wrong."""
-    operands = Operands(gemms, device)
+    operands = Operands(gemms, watch.device)
     for direction in Direction:
         _check_gemm(operands, min((g for g in gemms if g.direction is direction), key=_flops))
     samples = []
@@ -113,14 +120,13 @@ def measure_gemms(
         if not in_time():
             break
         run, _ = operands.run(gemm)
-        (seconds,) = seconds_of([run], device)
         samples.append(
             GemmSample(
                 rows=gemm.rows,
                 columns=gemm.columns,
                 depth=gemm.depth,
                 direction=gemm.direction,
-                seconds=seconds,
+                seconds=watch.seconds(run),
             )
         )
     return samples
@@ -142,12 +148,10 @@ def _check(name: str, got: Tensor, expected: Tensor) -> None:
     assert error <= MOST_ERROR, f"{name}: relative error {error:.1e} over {MOST_ERROR:.0e}"
 
 
-def measure_sustained(gemm: Gemm, device: torch.device) -> float:
+def measure_sustained(gemm: Gemm, watch: Stopwatch) -> float:
     """Share of a burst's rate that products keep which run for seconds on end (power limit)."""
-    run, _ = Operands([gemm], device).run(gemm)
-    (burst_s,) = seconds_of([run], device)
-    if device.type != "cuda":
-        return 1.0
+    run, _ = Operands([gemm], watch.device).run(gemm)
+    burst_s = watch.seconds(run)
     num_calls = max(10, int(SUSTAINED_S / burst_s))
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for i in range(num_calls):
@@ -161,90 +165,93 @@ def measure_sustained(gemm: Gemm, device: torch.device) -> float:
 
 
 def measure_attentions(
-    cores: list[Attention], device: torch.device, in_time: Callable[[], bool]
+    cores: list[Attention], watch: Stopwatch, in_time: Callable[[], bool]
 ) -> list[AttentionSample]:
     """Forward and backward of each core that there was time for."""
     samples = []
     for core in cores:
         if not in_time():
             break
-        (seconds,) = seconds_of([_attention_run(core, device)], device)
-        samples.append(
-            AttentionSample(
-                sequences=core.sequences,
-                seq_len=core.seq_len,
-                heads=core.heads,
-                kv_heads=core.kv_heads,
-                head_dim=core.head_dim,
-                window=core.window,
-                backward=core.backward,
-                seconds=seconds,
+        forward, both = _attention_runs(core, watch.device)
+        forward_s = watch.seconds(forward)
+        for backward, seconds in ((False, forward_s), (True, watch.seconds(both) - forward_s)):
+            samples.append(
+                AttentionSample(
+                    sequences=core.sequences,
+                    seq_len=core.seq_len,
+                    heads=core.heads,
+                    kv_heads=core.kv_heads,
+                    head_dim=core.head_dim,
+                    window=core.window,
+                    backward=backward,
+                    seconds=max(seconds, LEAST_S),
+                )
             )
-        )
     return samples
 
 
-def _attention_run(core: Attention, device: torch.device) -> Run:
+def _attention_runs(core: Attention, device: torch.device) -> tuple[Run, Run]:
+    """The forward, and forward with backward: a graph holds both or none."""
+    if core.window is not None:
+        torch.compiler.reset()  # more sizes than it compiles for fall back to something slow
     generator = torch.Generator(device).manual_seed(1)
     q, k, v = (
         torch.randn(
             (core.sequences, core.seq_len, heads, core.head_dim), generator=generator, device=device
         )
         .to(LOW)
-        .requires_grad_(core.backward)
+        .requires_grad_()
         for heads in (core.heads, core.kv_heads, core.kv_heads)
     )
     y = attention(q, k, v, window=core.window)
-    some = slice(0, 1)
-    expected = attention_reference(
-        q[some, :128].detach().float(),
-        k[some, :128].detach().float(),
-        v[some, :128].detach().float(),
-        window=core.window,
-    )
-    _check(f"{core}", y[some, :128].detach().float(), expected)
-    if not core.backward:
-        return lambda: attention(q, k, v, window=core.window)
-    gradient = torch.randn_like(y)
-    return lambda: torch.autograd.grad(y, (q, k, v), gradient, retain_graph=True)
+    first = [x[:1, :128].detach().float() for x in (q, k, v)]
+    expected = attention_reference(*first, window=core.window)
+    _check(f"{core}", y[:1, :128].detach().float(), expected)
+    return _runs(lambda: attention(q, k, v, window=core.window), (q, k, v))
 
 
-def measure_passes(sizes: Iterable[int], device: torch.device) -> list[MemorySample]:
+def _runs(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...]) -> tuple[Run, Run]:
+    """A forward with what its backward needs, and the same with the backward behind it."""
+    gradient = torch.randn_like(forward())
+    return forward, lambda: torch.autograd.grad(forward(), inputs, gradient)
+
+
+def measure_passes(sizes: Iterable[int], watch: Stopwatch) -> list[MemorySample]:
     """Copies, norms, activations and the optimizer, of about so many bytes read and written."""
     samples = []
     for num_bytes in sizes:
-        for name, (run, moved_bytes) in _passes(num_bytes, device).items():
-            (seconds,) = seconds_of([run], device)
-            samples.append(MemorySample(name=name, num_bytes=moved_bytes, seconds=seconds))
+        for name, moved_bytes, seconds in _passes(num_bytes, watch):
+            sample = MemorySample(name=name, num_bytes=moved_bytes, seconds=max(seconds, LEAST_S))
+            samples.append(sample)
     return samples
 
 
-def _passes(num_bytes: int, device: torch.device) -> Mapping[str, tuple[Run, float]]:
+def _passes(num_bytes: int, watch: Stopwatch) -> Iterator[tuple[str, float, float]]:
+    """(name, bytes read and written, seconds)."""
     rows = max(1, num_bytes // (4 * NORM_WIDTH))  # read and written once each
     x, weight = (
-        torch.randn(shape, device=device).to(LOW).requires_grad_()
+        torch.randn(shape, device=watch.device).to(LOW).requires_grad_()
         for shape in ((rows, NORM_WIDTH), (NORM_WIDTH,))
     )
     bias = torch.zeros_like(weight).requires_grad_()
     one = 2.0 * x.numel()
-    copied = torch.empty_like(x)
+    copied, source = torch.empty_like(x), x.detach()
+    yield "copy", 2 * one, watch.seconds(lambda: copied.copy_(source))
     _, y = residual_norm(x, None, weight, bias, 1e-5)
     plain = F.layer_norm(x.detach().float(), (NORM_WIDTH,)) * weight.detach().float()
     _check("norm", y.detach().float(), plain)
-    z = activation("gelu_tanh", x)
-    gradient = torch.randn_like(y)
-    return {
-        "copy": (lambda: copied.copy_(x.detach()), 2 * one),
-        "norm": (lambda: residual_norm(x, None, weight, bias, 1e-5), 2 * one),
-        "norm_backward": (_backward(y, (x, weight, bias), gradient), 3 * one),
-        "activation": (lambda: activation("gelu_tanh", x), 2 * one),
-        "activation_backward": (_backward(z, (x,), gradient), 3 * one),
-        "adamw": _adamw(num_bytes, device),
+    cases: dict[str, tuple[Callable[[], Tensor], tuple[Tensor, ...]]] = {
+        "norm": (lambda: residual_norm(x, None, weight, bias, 1e-5)[1], (x, weight, bias)),
+        "activation": (lambda: activation("gelu_tanh", x), (x,)),
     }
-
-
-def _backward(y: Tensor, inputs: tuple[Tensor, ...], gradient: Tensor) -> Run:
-    return lambda: torch.autograd.grad(y, inputs, gradient, retain_graph=True)
+    for name, (forward, inputs) in cases.items():
+        once, both = _runs(forward, inputs)
+        forward_s = watch.seconds(once)
+        yield name, 2 * one, forward_s
+        yield f"{name}_backward", 3 * one, watch.seconds(both) - forward_s
+    if num_bytes >= LEAST_UPDATE_BYTES or watch.device.type != "cuda":
+        run, moved_bytes = _adamw(num_bytes, watch.device)
+        yield "adamw", moved_bytes, watch.seconds(run, captured=False)
 
 
 _ADAMW_BYTES = 34  # an element: 4 of the squares; 30 of the update (`benchmarks.optimizer`)

@@ -24,6 +24,7 @@ class Grid:
     head_dims: tuple[int, ...]
     seq_lens: tuple[int, ...]
     attention_heads: tuple[int, ...]
+    window_seq_lens: tuple[int, ...]
     pass_bytes: tuple[int, ...]
     transfer_bytes: tuple[int, ...]
 
@@ -56,21 +57,19 @@ class Grid:
         return found
 
     def attentions(self) -> list[Attention]:
-        """Cores with as many key-value heads, with a quarter of them, and with a window."""
+        """Forwards of cores: as many key-value heads, a quarter of them, and with a window."""
         found = []
         for seq_len, heads, head_dim in product(
             self.seq_lens, self.attention_heads, self.head_dims
         ):
+            kinds: list[tuple[int, int | None]] = [(heads, None), (max(1, heads // 4), None)]
+            if seq_len in self.window_seq_lens and heads == self.attention_heads[-1]:
+                kinds.append((heads, seq_len * 3 // 8))
             sequences = max(1, 4096 // seq_len)
-            for kv_heads, window in ((heads, None), (max(1, heads // 4), None), (heads, 768)):
-                if window is not None and window >= seq_len:
-                    continue
-                found += [
-                    Attention(
-                        "core", sequences, seq_len, heads, kv_heads, head_dim, window, backward
-                    )
-                    for backward in (False, True)
-                ]
+            found += [
+                Attention("core", sequences, seq_len, heads, kv_heads, head_dim, window, False)
+                for kv_heads, window in kinds
+            ]
         return found
 
 
@@ -83,6 +82,7 @@ FULL = Grid(
     head_dims=(64, 96, 128),
     seq_lens=(1024, 2048, 4096, 8192),
     attention_heads=(4, 12, 32),
+    window_seq_lens=(2048, 8192),
     pass_bytes=tuple(4**i * _MIB for i in range(6)),
     transfer_bytes=tuple(4**i * 2**12 for i in range(10)),
 )
@@ -93,6 +93,7 @@ QUICK = Grid(
     head_dims=(128,),
     seq_lens=(2048,),
     attention_heads=(12,),
+    window_seq_lens=(2048,),
     pass_bytes=(4 * _MIB, 256 * _MIB),
     transfer_bytes=(2**20, 2**26),
 )

@@ -42,7 +42,8 @@ def measure(grid: Grid, budget: Budget, say: Callable[[str], None]) -> Samples:
     device, group = budget.device, budget.group
     say("memory passes, launches, host copies")
     launch_s = compute.measure_launch(device)
-    passes = compute.measure_passes(grid.pass_bytes, device)
+    watch = compute.Stopwatch(device)
+    passes = compute.measure_passes(grid.pass_bytes, watch)
     host = links.measure_host(grid.transfer_bytes, device)
     collectives = []
     if group is not None:
@@ -52,10 +53,10 @@ def measure(grid: Grid, budget: Budget, say: Callable[[str], None]) -> Samples:
     overlap = links.measure_overlap(group, device)
     say("matrix products")
     on_cuda = device.type == "cuda"
-    sustained = compute.measure_sustained(SUSTAINED, device) if on_cuda else None
-    gemms = compute.measure_gemms(grid.gemms(), device, budget.within(SHARE_OF_GEMMS))
+    sustained = compute.measure_sustained(SUSTAINED, watch) if on_cuda else None
+    gemms = compute.measure_gemms(grid.gemms(), watch, budget.within(SHARE_OF_GEMMS))
     say("attention")
-    attentions = compute.measure_attentions(grid.attentions(), device, budget.within(1.0))
+    attentions = compute.measure_attentions(grid.attentions(), watch, budget.within(1.0))
     return Samples(
         device=torch.cuda.get_device_name(device) if on_cuda else "cpu",
         versions=installed_versions(("torch", "triton")),

@@ -47,6 +47,8 @@ def start_calibration(output: Path, *, nproc: int | None, quick: bool, budget_s:
     if not is_first:
         return ""
     properties = torch.cuda.get_device_properties(device)
+    kept = output.with_suffix(".samples.json")  # what was measured outlives a fit that fails
+    kept.write_text(samples.model_dump_json())
     write_cluster(
         output,
         samples,
@@ -55,6 +57,7 @@ def start_calibration(output: Path, *, nproc: int | None, quick: bool, budget_s:
         num_sms=properties.multi_processor_count,
         memory_gb=properties.total_memory / 2**30,
     )
+    kept.unlink()
     return (
         f"{output}: {samples.device}, {len(samples.gemm)} products, {len(samples.attention)} "
         f"attention cores, {len(samples.memory)} passes, {len(samples.collective)} transfers; "

@@ -28,6 +28,7 @@ TINY = Grid(
     head_dims=(16,),
     seq_lens=(64,),
     attention_heads=(4,),
+    window_seq_lens=(64,),
     pass_bytes=(2**16,),
     transfer_bytes=(2**12,),
 )
@@ -81,7 +82,7 @@ def test_a_wrong_product_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(linear, "add_weight_gradient", wrong)
     with pytest.raises(AssertionError, match="relative error"):
-        compute.measure_gemms(TINY.gemms(), CPU, lambda: True)
+        compute.measure_gemms(TINY.gemms(), compute.Stopwatch(CPU), lambda: True)
 
 
 def _two_ranks(rank: int, world_size: int) -> None:
