@@ -2,8 +2,8 @@
 
 Useful FLOPs are those of the (query, key) pairs that mask and window keep: 4 a pair, head and
 head dimension forward, 10 backward (the scores are computed again). Kernels compute whole blocks,
-so the pairs of half a block a query are paid too; a head's rate grows with its dimension; and few
-heads do not fill the device.
+and start and end each row of them, so `block` / 2 pairs a query are paid beside those it keeps; a
+head's rate grows with its dimension; and few heads do not fill the device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class AttentionCurve(Sourced):
     forward: float = Field(gt=0.0, le=1.0, description="share of the peak, long sequences")
     backward: float = Field(gt=0.0, le=1.0, description="share of the peak, long sequences")
     plain: float = Field(1.0, gt=0.0, le=1.0, description="rate of the library's form to this one")
-    block: int = Field(128, ge=1, description="tokens a side of what a kernel computes at once")
+    block: float = Field(
+        ge=0.0, description="keys a query costs twice: masked blocks, and what starts a row of them"
+    )
     half_head_dim: float = Field(ge=0.0, description="head dimension at which half the rate is")
     half_heads: float = Field(ge=0.0, description="heads x sequences that half fill the device")
     floor_s: float = Field(ge=0.0, description="of a kernel, however small; the gap before it")
@@ -50,8 +52,8 @@ class AttentionCurve(Sourced):
 
     def _pairs(self, attention: Attention) -> float:
         """Of a head: those kept, and half a block a query."""
-        whole_blocks = self.block / 2 * attention.seq_len
-        return kept_pairs(attention.seq_len, attention.window) + whole_blocks
+        more = self.block / 2 * attention.seq_len
+        return kept_pairs(attention.seq_len, attention.window) + more
 
     def coordinates(self, attention: Attention) -> tuple[float, float, float, float]:
         """In which a correction by samples is smooth."""

@@ -39,6 +39,7 @@ _GEMM_BOUNDS = {
 _ATTENTION_BOUNDS = {
     "forward": (0.05, 1.0),
     "backward": (0.05, 1.0),
+    "block": (0.0, 4096.0),
     "half_head_dim": (0.0, 128.0),
     "half_heads": (0.0, 64.0),
 }
@@ -79,6 +80,8 @@ def fit_attention(device: Device, samples: Sequence[AttentionSample]) -> Numbers
     ]
     told: set[str] = {"backward" if core.backward else "forward" for core, _ in cores}
     bounds = {name: _ATTENTION_BOUNDS[name] for name in sorted(told)}
+    if len({core.seq_len for core, _ in cores}) > 1:
+        bounds["block"] = _ATTENTION_BOUNDS["block"]
     if len({core.head_dim for core, _ in cores}) > 1:
         bounds["half_head_dim"] = _ATTENTION_BOUNDS["half_head_dim"]
     if len({core.sequences * core.heads for core, _ in cores}) > 1:
