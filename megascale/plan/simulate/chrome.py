@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from megascale.errors import ConfigError
@@ -39,16 +40,16 @@ def check_trace_path(path: Path) -> None:
             f"the trace was to be written to {path}; its name must end in .json, or in .json.gz to "
             "be compressed (viewers open both)"
         )
-    if path.is_dir():
+    if os.path.isdir(path):
         raise ConfigError(f"the trace was to be written to {path}, a folder; name a file in it")
     folder = path.absolute().parent
-    while not folder.exists():
+    while not os.path.lexists(folder):
         folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"the trace cannot be written to {path}: {folder} is not a folder that may be written "
-            "to; name another place"
-        )
+    try:
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _unwritable(path, error) from error
 
 
 def write_trace(timeline: Timeline, path: Path, metadata: Mapping[str, Any]) -> None:
@@ -58,9 +59,14 @@ def write_trace(timeline: Timeline, path: Path, metadata: Mapping[str, Any]) -> 
     try:
         write_json(path, _events(timeline), about)
     except OSError as error:
-        raise ConfigError(
-            f"the trace could not be written to {path}: {error.strerror}; name another place"
-        ) from error
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"the trace cannot be written to {path}: {error.strerror}; name a file in a folder that "
+        "may be written to"
+    )
 
 
 def _events(timeline: Timeline) -> Iterator[Fields]:

@@ -12,7 +12,7 @@ stage has computed, whatever reduces meanwhile; what is reduced after that is ex
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 from megascale.plan.prices import Spent
@@ -75,7 +75,7 @@ class StageParts:
 
     @property
     def total_s(self) -> float:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(getattr(self, part.name) for part in fields(self))
 
     @property
     def compute_s(self) -> float:
@@ -93,9 +93,9 @@ class Timeline:
     step_s: float
     pipeline_end_s: float
     parts: tuple[StageParts, ...]
-    _program: Program
-    _engine: Engine
-    _embedding: tuple[float, float] | None
+    _program: Program = field(repr=False)
+    _engine: Engine = field(repr=False)
+    _embedding: tuple[float, float] | None = field(repr=False)
 
     @property
     def num_stages(self) -> int:
@@ -110,8 +110,8 @@ class Timeline:
     def mean_parts(self) -> dict[str, float]:
         """By name: seconds, the mean over stages."""
         return {
-            field.name: sum(getattr(p, field.name) for p in self.parts) / self.num_stages
-            for field in fields(StageParts)
+            part.name: sum(getattr(p, part.name) for p in self.parts) / self.num_stages
+            for part in fields(StageParts)
         }
 
     def chunks_of(self, stage: int) -> list[int]:
