@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megascale.config import OptimizerConfig
-from megascale.flux.timing import EagerTimer, GraphTimer, HostTimer, Run, Timer
+from megascale.flux.timing import WARM_UP_CALLS, HostTimer, Run, calls_of_burst
 from megascale.ops.activation import activation
 from megascale.ops.attention import attention, attention_reference
 from megascale.ops.linear import accumulate_weight_gradient
@@ -30,26 +30,45 @@ MOST_ERROR = 2e-2  # relative, in the 2-norm: bf16
 NORM_WIDTH = 4096
 SUSTAINED_S = 2.0
 LEAST_S = 1e-7  # of a difference of two times
-LEAST_UPDATE_BYTES = 2**26  # below, the host takes longer to launch an update than it runs
+BURST_MS, MOST_CALLS = 3.0, 20
+CYCLES_PER_S = 1.98e9  # of a sleep: an H200's fastest clock; a slower one sleeps longer
 LOW = torch.bfloat16
 
 
 class Stopwatch:
     """Seconds of a call, the median of some bursts.
 
-    On a GPU a burst is the replay of a graph: the device's time, without the host's launches, which
-    are priced by themselves. What cannot be captured is launched call by call, behind a sleep.
+    On a GPU a burst is queued whole behind a sleep of the device, so that the time is the device's
+    without the host's launches, which are priced by themselves. A graph would do as well, but no
+    backward of autograd can be captured whose inputs were made outside.
     """
 
     def __init__(self, device: torch.device) -> None:
-        on_cuda = device.type == "cuda"
         self.device = device
-        self._graphs: Timer = GraphTimer(None) if on_cuda else HostTimer(None)
-        self._calls: Timer = EagerTimer(None) if on_cuda else HostTimer(None)
 
-    def seconds(self, run: Run, *, captured: bool = True) -> float:
-        probe = (self._graphs if captured else self._calls).prepare(run)
-        return statistics.median(probe() for _ in range(ROUNDS)) / 1e3
+    def seconds(self, run: Run) -> float:
+        if self.device.type != "cuda":
+            probe = HostTimer(None).prepare(run)
+            return statistics.median(probe() for _ in range(ROUNDS)) / 1e3
+        for _ in range(WARM_UP_CALLS):
+            torch.cuda.synchronize(self.device)
+            start = time.perf_counter()
+            run()
+            host_s = time.perf_counter() - start
+        once_s = self._burst_s(run, 1, host_s)
+        num_calls = calls_of_burst(1e3 * once_s, BURST_MS, MOST_CALLS)
+        return statistics.median(self._burst_s(run, num_calls, host_s) for _ in range(ROUNDS))
+
+    def _burst_s(self, run: Run, num_calls: int, host_s: float) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        lead_s = 1e-4 + 1.5 * host_s * num_calls
+        torch.cuda._sleep(int(CYCLES_PER_S * lead_s))
+        start.record()
+        for _ in range(num_calls):
+            run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / num_calls
 
 
 class Operands:
@@ -191,7 +210,7 @@ def measure_attentions(
 
 
 def _attention_runs(core: Attention, device: torch.device) -> tuple[Run, Run]:
-    """The forward, and forward with backward: a graph holds both or none."""
+    """The forward, and forward with backward."""
     if core.window is not None:
         torch.compiler.reset()  # more sizes than it compiles for fall back to something slow
     generator = torch.Generator(device).manual_seed(1)
@@ -249,9 +268,8 @@ def _passes(num_bytes: int, watch: Stopwatch) -> Iterator[tuple[str, float, floa
         forward_s = watch.seconds(once)
         yield name, 2 * one, forward_s
         yield f"{name}_backward", 3 * one, watch.seconds(both) - forward_s
-    if num_bytes >= LEAST_UPDATE_BYTES or watch.device.type != "cuda":
-        run, moved_bytes = _adamw(num_bytes, watch.device)
-        yield "adamw", moved_bytes, watch.seconds(run, captured=False)
+    run, moved_bytes = _adamw(num_bytes, watch.device)
+    yield "adamw", moved_bytes, watch.seconds(run)
 
 
 _ADAMW_BYTES = 34  # an element: 4 of the squares; 30 of the update (`benchmarks.optimizer`)
