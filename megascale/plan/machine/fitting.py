@@ -145,10 +145,8 @@ def fit_overlap(samples: Sequence[OverlapSample]) -> Numbers:
 
 
 def _link_of(transfer: str) -> str:
-    """Link of an `OverlapSample.transfer`, such as "copy_engine" or "all_gather" (then NVLink)."""
-    if "copy" in transfer:
-        return "copy_engine"
-    return "network" if "network" in transfer else "nvlink"
+    """Link of an `OverlapSample.transfer`: its own name, or that of a collective over NVLink."""
+    return "nvlink" if transfer in set(Transfer) else transfer
 
 
 def _thinned(samples: Sequence[Sample]) -> Sequence[Sample]:

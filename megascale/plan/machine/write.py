@@ -19,7 +19,7 @@ from megascale.plan.machine.fitting import (
 from megascale.plan.machine.links import NodeLink
 from megascale.plan.machine.load import cluster_from
 from megascale.plan.machine.samples import Samples
-from megascale.plan.machine.template import template_of
+from megascale.plan.machine.template import completed, template_of
 from megascale.plan.machine.toml import toml_text
 
 ON_SAMPLES = "fitted: on the samples below"
@@ -56,26 +56,36 @@ def cluster_tables(
     memory_gb: float | None = None,
 ) -> dict[str, Any]:
     """The file but its name: the template's tables, with what the samples tell in their place."""
-    tables = {k: v for k, v in template_of(samples).items() if k not in ("name", "notes")}
-    tables["num_devices"], tables["devices_per_node"] = num_devices, devices_per_node
-    tables["most_devices"] = max(num_devices, tables.get("most_devices") or 0)
-    tables["source"] = "measured: the machine that was calibrated"
-    if num_devices <= devices_per_node:  # one node: its network was not asked about
-        tables = {k: v for k, v in tables.items() if k not in ("network", "fabric")}
-        tables["most_devices"] = num_devices
+    tables = _sized(template_of(samples), num_devices, devices_per_node)
+    before = tables.pop("samples", None)
+    both = completed(samples, None if before is None else Samples.model_validate(before))
     device = tables["device"]
     told = {"num_sms": num_sms, "memory_gb": memory_gb}
     _put(device, {k: v for k, v in told.items() if v is not None}, "measured: read from the device")
     if samples.launch_s > 0:
         _put(device, {"launch_s": samples.launch_s}, "measured")
-    sustained = 1.0 if samples.sustained is None else samples.sustained
-    _put(device["gemm"], {"sustained": sustained}, "measured: for seconds on end")
-    _fit_device(device, samples)
+    if samples.sustained is not None:
+        _put(device["gemm"], {"sustained": samples.sustained}, "measured: for seconds on end")
+    elif samples.gemm:  # what the template says is relative to other samples
+        _put(device["gemm"], {"sustained": 1.0}, "assumed: the rate of the samples")
+    _fit_device(device, both)
     node = NodeLink.model_validate(tables["nvlink"])
-    _put(tables["nvlink"], fit_links(node, samples.collective), ON_SAMPLES)
+    _put(tables["nvlink"], fit_links(node, both.collective), ON_SAMPLES)
     _put(tables["overlap"], fit_overlap(samples.overlap), "measured: side by side, the median")
-    tables["samples"] = samples.model_dump(mode="json", exclude_defaults=True)
+    tables["samples"] = both.model_dump(mode="json", exclude_defaults=True)
     return tables
+
+
+def _sized(tables: dict[str, Any], num_devices: int, devices_per_node: int) -> dict[str, Any]:
+    """Tables of that many devices; of one node, whose network was not asked about, without it."""
+    unsaid = {"name", "notes"}
+    if num_devices <= devices_per_node:
+        unsaid |= {"network", "fabric", "most_devices"}
+    tables = {key: value for key, value in tables.items() if key not in unsaid}
+    if "most_devices" in tables:
+        tables["most_devices"] = max(num_devices, tables["most_devices"])
+    sizes = {"num_devices": num_devices, "devices_per_node": devices_per_node}
+    return {**tables, **sizes, "source": "measured: the machine that was calibrated"}
 
 
 def _fit_device(table: dict[str, Any], samples: Samples) -> None:

@@ -82,6 +82,9 @@ def measured_by(machine: Cluster) -> Samples:
                 compute_slow_down=1.25,
                 transfer_slow_down=1.5,
             ),
+            OverlapSample(
+                compute="gemm", transfer="host", compute_slow_down=3.0, transfer_slow_down=3.0
+            ),
         ),
         launch_s=4e-6,
         sustained=0.93,
@@ -149,6 +152,24 @@ def test_a_device_that_nobody_knows_gets_peaks_above_its_samples(tmp_path: Path)
     assert load_cluster(str(path)).seconds(
         Gemm("g", 8192, 8192, 8192, Direction.FORWARD)
     ) == pytest.approx(0.01, rel=0.02)
+
+
+def test_what_was_not_measured_now_stays_as_it_was(tmp_path: Path) -> None:
+    before = load_cluster("h200").samples
+    assert before is not None
+    row = CollectiveSample(
+        transfer=Transfer.ALL_GATHER, ranks=2, num_bytes=1e6, link="nvlink", seconds=1e-3
+    )
+    path = tmp_path / "cluster.toml"
+    write_cluster(path, Samples(device="NVIDIA H200", collective=(row,)), 2, 2)
+    after = load_cluster(str(path)).samples
+    assert after is not None
+    assert after.gemm == before.gemm
+    assert [s for s in after.collective if (s.transfer, s.ranks) == (row.transfer, 2)] == [row]
+    assert {s.ranks for s in after.collective} == {s.ranks for s in before.collective}
+    assert "some of gemm, attention, memory, collective before" in after.source
+    slow = load_cluster(str(path)).transfer_s(Transfer.ALL_GATHER, 1e6, GroupShape(2, 2))
+    assert slow == pytest.approx(1e-3)
 
 
 def test_toml_comes_back_as_it_was() -> None:
