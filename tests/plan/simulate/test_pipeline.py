@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +11,9 @@ from hypothesis import strategies as st
 
 from megascale.plan.case import Case, Software
 from megascale.plan.prices import ChunkPrices, Spent
-from megascale.plan.simulate import SimulatedSpan, Timeline, simulate
+from megascale.plan.simulate import Timeline, simulate
+from megascale.plan.simulate.engine import Engine
+from megascale.plan.simulate.program import Label, Program, StageProgram, TransferTable, Wire
 from tests.plan.simulate.prices import case_of, chunk_prices, prices_of
 
 COUPLED = Software(transfers="coupled")
@@ -115,18 +116,23 @@ def test_a_third_send_waits_for_the_first() -> None:
     assert timeline.parts[1].bubble_s == 1.0
 
 
-def test_a_stage_has_one_link_out() -> None:
-    """The middle stage of three has an activation and a gradient to send at one time."""
-    case = case_of(3, pipeline=3)
-    timeline = simulate(case, prices_of(case, chunk_prices(1.0, 1.0, 0.0), transfer_s=0.25))
-    for stage in range(3):
-        for way in ("send", "recv"):
-            assert not _overlaps([s for s in timeline.spans(stage) if s.lane.startswith(way)])
-
-
-def _overlaps(spans: list[SimulatedSpan]) -> bool:
-    spans = sorted(spans, key=lambda span: span.start_s)
-    return any(a.end_s > b.start_s + 1e-12 for a, b in pairwise(spans))
+def test_a_stage_has_one_link_each_way() -> None:
+    """Four transfers of 1 s, ready at 0: 1 to 2 shares its link out with 1 to 0, and 2 to 0 its
+    link in, so both wait for it; 0 to 1 has both of its own."""
+    table = TransferTable()
+    stages = [StageProgram(stage) for stage in range(3)]
+    numbers = []
+    for source, destination in ((1, 2), (1, 0), (2, 0), (0, 1)):
+        wire = Wire("activation" if destination > source else "gradient", source, destination)
+        for end in (source, destination):
+            ends = (source, destination)
+            number = table.post(wire, end, ends, Label("transfer", 0, 0, wire.payload), 1.0)
+            stages[end].post(number)
+        numbers.append(number)
+    engine = Engine(Program(stages, table))
+    engine.run()
+    assert [engine.begin_s[number] for number in numbers] == [1.0, 0.0, 1.0, 0.0]
+    assert [engine.met_s[number] for number in numbers] == [0.0] * 4
 
 
 def test_weight_gradients_are_joined_as_the_runtime_joins_them() -> None:
