@@ -178,6 +178,31 @@ def first_slurm_node(nodelist: str) -> str:
     return found[1] + (found[2] or "") + (found[3] or "")
 
 
+@dataclass(frozen=True)
+class NodeEnvironment:
+    """Where this process is among the machines of its job.
+
+    name       of this machine, as Slurm has it, else its host name
+    job_nodes  Slurm's list of the step's machines, as it is written; None where nobody says
+    free_rank_zero  torchrun's agent holds the store, so that rank 0 may be anywhere
+    """
+
+    name: str
+    job_nodes: str | None = None
+    free_rank_zero: bool = False
+
+
+def node_environment(variables: Mapping[str, str] | None = None) -> NodeEnvironment:
+    """The machine that a launcher started this process on."""
+    env = os.environ if variables is None else variables
+    on_srun = "SLURM_STEP_ID" in env
+    return NodeEnvironment(
+        name=(env.get("SLURMD_NODENAME") if on_srun else None) or hostname(),
+        job_nodes=env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST")) if on_srun else None,
+        free_rank_zero=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
 def _srun_port(env: Mapping[str, str]) -> int:
     """A port that all tasks of a step, and few other steps, compute."""
     _require(env, ("SLURM_JOB_ID", "SLURM_STEP_ID"), "srun")

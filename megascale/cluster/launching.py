@@ -9,6 +9,7 @@ from megascale.cluster.actions import Alert, FinishJob, Replenish, StartEpoch
 from megascale.cluster.job import OVER, NodeState, Phase, Spent
 from megascale.cluster.ledger import TimeKind
 from megascale.cluster.turn import Turn
+from megascale.plan.placement.rank_map import RankMap
 
 _WAITING: dict[str, TimeKind] = {"allocating": "idle", "checking": "diagnosis"}
 
@@ -49,7 +50,8 @@ def _ask_for(turn: Turn, missing: int) -> None:
 def _start(turn: Turn, count: int) -> None:
     job, recovery = turn.job, turn.job.recovery
     turn.book(_WAITING[job.phase])
-    places = placement.place(job, count)
+    network = placement.by_network(job, count)
+    places = placement.place(job, count, network)
     node_ranks = {at.node: at.node_rank for at in places}
     nodes = dict(job.nodes)
     for node in placement.usable(job):
@@ -87,7 +89,27 @@ def _start(turn: Turn, count: int) -> None:
         )
     )
     turn.say(f"epoch {epoch} on {count} nodes")
+    if network is not None:
+        _tell_of_network(turn, network)
     replenish_spares(turn)
+
+
+def _tell_of_network(turn: Turn, network: RankMap) -> None:
+    """What placing ranks by switches gains, and which hosts nobody knows the switch of."""
+    turn.say(
+        f"ranks placed by switches: by the conflict model bytes between nodes took "
+        f"{network.gain:.2f} times as long by name"
+    )
+    assert turn.job.policy.placement is not None, network
+    unknown = turn.job.policy.placement.unknown(network.order)
+    if unknown:
+        turn.act(
+            Alert(
+                f"not in cluster.topology: {', '.join(unknown[:8])}"
+                f"{' and others' if len(unknown) > 8 else ''}; placed as if each were alone on a "
+                "switch: add them to the file"
+            )
+        )
 
 
 def replenish_spares(turn: Turn, least: int = 0) -> None:

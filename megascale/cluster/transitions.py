@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megascale.config.cluster import ClusterConfig
+from megascale.plan.placement.job import JobPlacement
 from megascale.telemetry.diagnose.finding import Finding
 
 
@@ -22,6 +23,7 @@ class Policy:
     legal_nodes  counts of nodes that the layout and the batch allow, ascending
     can_save     checkpoints are on, so that a planned stop costs no step
     resume       the run folder held a run before this job
+    placement    of ranks on hosts by the network's shape; None: hosts by name
     """
 
     num_nodes: int
@@ -31,6 +33,7 @@ class Policy:
     legal_nodes: tuple[int, ...] = ()
     can_save: bool = True
     resume: bool = False
+    placement: JobPlacement | None = None
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,11 @@ class ClusterConfig(Section):
     max_same_fault: int = Field(
         2, ge=1, description="the same fault at the same step, before the job stops with a report"
     )
+    topology: str = Field(
+        "",
+        description="TOML file of switches and their nodes: ranks are placed so that heavy groups "
+        "are under one switch; empty: by what the scheduler says of switches",
+    )
     spares: int = Field(0, ge=0, description="nodes kept warm beside those that train")
     shrink: bool = Field(
         True, description="without a spare, go on with fewer data-parallel replicas"

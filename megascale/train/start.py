@@ -24,6 +24,7 @@ from megascale.plan.describe import describe
 from megascale.train.corpus import resolve_vocabulary
 from megascale.train.devices import check_devices_can
 from megascale.train.launch import launch_local, record_failure
+from megascale.train.placed import placed
 from megascale.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def start_training(
                     "leave it out"
                 )
         check_devices_can(config, rank.world_size)
-        become_rank(config, rank, resume=resume)
+        become_rank(config, placed(config, rank), resume=resume)
         return
     num_ranks = nproc or 1
     check_devices_can(config, num_ranks)

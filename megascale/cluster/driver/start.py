@@ -22,6 +22,7 @@ from megascale.cluster.driver.takeover import check_same_start, settings_of
 from megascale.cluster.transitions import Policy
 from megascale.config import RunConfig, load_config
 from megascale.errors import ConfigError
+from megascale.plan.placement.job import JobPlacement, placement_of, topology_file
 from megascale.telemetry.diagnose.hang import mesh_groups
 
 FILES_ARE_HERE = ("local", "slurm")  # backends whose nodes have the files of this machine
@@ -104,6 +105,7 @@ def run_job(
         legal_nodes=_legal_nodes(config, nodes, procs_per_node),
         can_save=config.checkpoint.enable,
         resume=(run_dir / "config.json").exists(),
+        placement=placement_of(config, nodes, procs_per_node),
     )
     here = f"job.run_dir={json.dumps(str(run_dir), ensure_ascii=False)}"
     added = [here]
@@ -161,6 +163,9 @@ def run_script(
         cluster=cluster,
         spares=cluster.spares if spares is None else spares,
         legal_nodes=tuple(range(1, nodes + 1)),
+        placement=JobPlacement(  # nothing is known of the program: a ring over all nodes
+            procs_per_node, tensor=procs_per_node, topology=topology_file(cluster.topology, nodes)
+        ),
     )
     options = backend_options or {}
     _check_place(run_dir, backend, options, nodes, procs_per_node, spares, host, port)
