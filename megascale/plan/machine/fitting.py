@@ -32,6 +32,7 @@ _GEMM_BOUNDS = {
     "share": (0.2, 1.0),
     "half_depth": (0.0, 600.0),
     "tile_loss": (0.0, 64.0),
+    "storing": (0.0, 1.2),
     "rounding": (0.0, 1.0),
     "dgrad": (0.7, 1.2),
     "wgrad": (0.7, 1.2),
@@ -56,11 +57,8 @@ def fit_gemm(device: Device, samples: Sequence[GemmSample]) -> Numbers:
     if len(gemms) < len(_GEMM_BOUNDS):
         return {}
     told = {gemm.direction for gemm, _ in gemms}
-    bounds = {
-        name: bound
-        for name, bound in _GEMM_BOUNDS.items()
-        if name not in set(Direction) or Direction(name) in told
-    }
+    needs = {"dgrad": Direction.DGRAD, "wgrad": Direction.WGRAD, "storing": Direction.WGRAD}
+    bounds = {n: bound for n, bound in _GEMM_BOUNDS.items() if needs.get(n) in {None, *told}}
     peak, speed, num_sms = device.peak_flops(), device.reached_bytes_per_s, device.num_sms
 
     def loss(numbers: Numbers) -> float:

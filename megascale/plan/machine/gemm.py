@@ -9,8 +9,8 @@ product plus what starting and storing it cost. That is most of what efficiency 
 
 `waves` lies between tiles / SMs (as if the last wave cost its part) and that rounded up (as if
 every wave cost the same); `rounding` says where: under a power limit the part-filled wave runs at
-higher clocks. Storing a tile is not hidden: 2 bytes an element, 8 where a weight gradient is added
-to fp32 sums, which is why weight gradients over few tokens are slow. Every factor grows with every
+higher clocks. Storing is hidden in part: 2 bytes an element, 8 where a weight gradient is added to
+fp32 sums, which is why weight gradients over few tokens are slow. Every factor grows with every
 size, so the price does too.
 """
 
@@ -35,6 +35,9 @@ class GemmCurve(Sourced):
     wgrad: float = Field(1.0, gt=0.0, le=1.5, description="rate of weight gradients to forward's")
     half_depth: float = Field(ge=0.0, description="depth that starting a tile costs")
     tile_loss: float = Field(ge=0.0, description="elements of a tile's edge lost; small tiles pay")
+    storing: float = Field(
+        ge=0.0, le=1.5, description="share of the time to store a result that is not hidden"
+    )
     rounding: float = Field(ge=0.0, le=1.0, description="1: a part-filled wave costs a whole one")
     sustained: float = Field(
         1.0, gt=0.0, le=1.0, description="rate in a training step to that of the samples"
@@ -47,9 +50,9 @@ class GemmCurve(Sourced):
         return peak_flops * min(1.0, self.share * factors.get(direction, 1.0))
 
     def storing_depth(self, gemm: Gemm, peak_flops: float, bytes_per_s: float) -> float:
-        """Depth that takes as long as storing the result."""
+        """Depth that takes as long as what is not hidden of storing the result."""
         rate = self.rate(gemm.direction, peak_flops)
-        return result_bytes(gemm) * rate / (2.0 * bytes_per_s)
+        return self.storing * result_bytes(gemm) * rate / (2.0 * bytes_per_s)
 
     def matrix_s(
         self,

@@ -11,7 +11,13 @@ from megascale.plan.work.operations import Direction, Gemm
 
 PEAK, SPEED, SMS = 100e12, 1e12, 100
 EXACT = GemmCurve(
-    share=0.8, half_depth=0.0, tile_loss=0.0, rounding=1.0, floor_s=0.0, source="assumed: test"
+    share=0.8,
+    half_depth=0.0,
+    tile_loss=0.0,
+    storing=1.0,
+    rounding=1.0,
+    floor_s=0.0,
+    source="assumed: test",
 )
 SIZES = st.integers(1, 40_000)
 
@@ -50,6 +56,10 @@ def test_weight_gradients_read_and_write_fp32_sums() -> None:
     forward = seconds(EXACT, Gemm("g", *sizes, Direction.FORWARD))
     weights = seconds(EXACT, Gemm("g", *sizes, Direction.WGRAD))
     assert weights - forward == pytest.approx(6 * 25_600 * 12_800 / SPEED)
+    hidden = EXACT.model_copy(update={"storing": 0.0})
+    assert seconds(hidden, Gemm("g", *sizes, Direction.WGRAD)) == pytest.approx(
+        2 * 25_600 * 12_800 * 2048 / (0.8 * PEAK)
+    )
     assert gemm_bytes(Gemm("g", 10, 20, 30, Direction.WGRAD)) == 2 * (10 + 20) * 30 + 8 * 10 * 20
 
 

@@ -28,6 +28,7 @@ TRUE = {
     "device.gemm.share": 0.7,
     "device.gemm.wgrad": 0.9,
     "device.gemm.half_depth": 120.0,
+    "device.gemm.storing": 0.9,
     "device.gemm.rounding": 0.5,
     "device.attention.forward": 0.5,
     "device.attention.backward": 0.35,
