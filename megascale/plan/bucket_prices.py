@@ -63,11 +63,6 @@ def gather_seconds(case: Case, pricer: Pricer, bucket: BucketSize) -> float:
     return pricer.transfer_s(Collective("gather", Transfer.ALL_GATHER, num_bytes, "data"))
 
 
-def stage_elements(case: Case, stage: int) -> int:
-    """Parameters of a tensor rank of a stage."""
-    return sum(b.elements for held in stage_buckets(case, stage).values() for b in held)
-
-
 def stage_names(case: Case, stage: int) -> int:
     """Logical parameters of a stage, about: those of its layers."""
     buckets = stage_buckets(case, stage)

@@ -22,7 +22,7 @@ _MAIN_BYTES = 4
 
 @dataclass(frozen=True)
 class BucketSize:
-    """elements  of a tensor rank; layers  that it covers, at least"""
+    """`elements` of a tensor rank; `layers` that lie in it."""
 
     elements: int
     layers: int
@@ -37,7 +37,7 @@ class Unit:
 
 def stage_buckets(case: Case, stage: int) -> dict[int, tuple[BucketSize, ...]]:
     """The buckets of each chunk of a stage, in the order of forward."""
-    limit = case.software.bucket_mb * 1e6 / _MAIN_BYTES
+    limit = case.software.bucket_mb * 1e6 / max(_MAIN_BYTES, case.job.dtype_bytes)
     return {
         chunk: join_units(chunk_units(case, chunk), limit) for chunk in held_chunks(case, stage)
     }

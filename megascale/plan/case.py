@@ -85,24 +85,28 @@ class Software:
                           chunked: also inside their GEMMs, cut in chunks (MegaScale 3.2); fused:
                           in tiles (Flux)
     transfers             pipeline sends and receives decoupled, or paired (MegaScale 3.2)
+    synchronises          the host waits for the device after each paired exchange (Megatron-LM)
     overlap_grad_reduce   DP reduce-scatter under the backward below
     overlap_param_gather  DP all-gather under the forward above
     grad_reduce_bytes     of a gradient on the wire
     bucket_mb             of fp32 gradients in a data-parallel bucket; infinite: a chunk at once
     operators             "fused": one pass a norm or activation; "plain": a kernel an operation
     attention             "flash", or "scores": the s x s matrix goes through memory
+    keeps_masks           of dropout (Megatron-LM); False: they are functions of counters
     host_ahead            launch and data of the next step hide; False: paid each step (misc)
     """
 
     sequence_parallel: bool = True
     tensor_overlap: TensorOverlap = "fused"
     transfers: Literal["decoupled", "coupled"] = "decoupled"
+    synchronises: bool = False
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
     grad_reduce_bytes: int = 4
     bucket_mb: float = 200.0
     operators: Literal["fused", "plain"] = "fused"
     attention: Literal["flash", "scores"] = "flash"
+    keeps_masks: bool = False
     host_ahead: bool = True
 
 

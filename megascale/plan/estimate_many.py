@@ -10,16 +10,24 @@ way of cutting the model, and everything else is arithmetic on arrays: the formu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from megascale.plan.bucket_prices import data_prices
-from megascale.plan.case import Case, Job, Layout, Recompute, Software
+from megascale.plan.case import Case, Job, Recompute, Software
 from megascale.plan.closed_form import DataPieces, StepPieces, combine
+from megascale.plan.columns import (
+    CUT,
+    END,
+    LAYER,
+    RECOMPUTES,
+    SCHEDULE_NAMES,
+    Floats,
+    LayoutColumns,
+    Table,
+)
 from megascale.plan.effects.effects import NO_EFFECTS, Effects
 from megascale.plan.estimate import data_pieces, hop_s
 from megascale.plan.machine.cluster import Cluster
@@ -35,35 +43,7 @@ from megascale.plan.pricing import (
 )
 from megascale.plan.work.shape import rank_shape
 
-Floats = npt.NDArray[np.float64]
 _SPENT = tuple(field.name for field in fields(Spent))
-
-
-class LayoutColumns(Protocol):
-    """Arrays of one entry a layout. `recompute` and `schedule` are indices of the names given."""
-
-    @property
-    def tensor(self) -> Any: ...
-    @property
-    def pipeline(self) -> Any: ...
-    @property
-    def virtual(self) -> Any: ...
-    @property
-    def data(self) -> Any: ...
-    @property
-    def micro_batch_size(self) -> Any: ...
-    @property
-    def micro_batches(self) -> Any: ...
-    @property
-    def zero_stage(self) -> Any: ...
-    @property
-    def recompute(self) -> Any: ...
-    @property
-    def schedule(self) -> Any: ...
-    @property
-    def share_head(self) -> Any: ...
-    @property
-    def join_weight_gradients(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -81,65 +61,21 @@ def estimate_many(
     cluster: Cluster,
     effects: Effects = NO_EFFECTS,
     *,
-    recomputes: Sequence[Recompute] = ("none", "selective", "full"),
-    schedules: Sequence[str] = ("1f1b", "zb_h1", "interleaved_1f1b", "interleaved_zb"),
+    recomputes: Sequence[Recompute] = RECOMPUTES,
+    schedules: Sequence[str] = SCHEDULE_NAMES,
 ) -> Estimates:
     """The step's seconds of every layout. Their global batch is the job's."""
-    table = _Table(job, software, columns, recomputes, schedules)
+    table = Table(job, software, columns, recomputes, schedules)
     if len(table.tensor) == 0:
         return Estimates(np.zeros(0), {})
     parts = combine(_pieces(table, cluster, effects))
     return Estimates(np.sum(list(parts.values()), axis=0), parts)
 
 
-class _Table:
-    """The columns, and values that only a few of them tell apart."""
-
-    def __init__(
-        self,
-        job: Job,
-        software: Software,
-        columns: LayoutColumns,
-        recomputes: Sequence[Recompute],
-        schedules: Sequence[str],
-    ) -> None:
-        self.job, self.software = job, software
-        self._recomputes, self._schedules = recomputes, schedules
-        names = [name for name in vars(LayoutColumns) if not name.startswith("_")]
-        self._columns = {name: np.asarray(getattr(columns, name)) for name in names}
-
-    def __getattr__(self, name: str) -> npt.NDArray[Any]:
-        columns: dict[str, npt.NDArray[Any]] = self.__dict__["_columns"]
-        return columns[name]
-
-    def case(self, place: int) -> Case:
-        row = {name: column[place].item() for name, column in self._columns.items()}
-        del row["micro_batches"]
-        row["recompute"] = self._recomputes[row["recompute"]]
-        row["schedule"] = self._schedules[row["schedule"]]
-        row["share_head"] = bool(row["share_head"])
-        return Case(self.job, Layout(**row), self.software)
-
-    def by(self, names: Sequence[str], value: Callable[[Case], Any]) -> Floats:
-        """`value` of each layout, [..., layouts], computed once for each tuple of these columns."""
-        key = np.zeros(len(self.tensor), np.int64)
-        for name in names:
-            column = self._columns[name].astype(np.int64)
-            key = key * (column.max() + 1) + column
-        _, places, which = np.unique(key, return_index=True, return_inverse=True)
-        found = np.array([value(self.case(int(place))) for place in places], dtype=float)
-        return np.moveaxis(found[which], 0, -1)
-
-
-_LAYER = ("tensor", "micro_batch_size", "recompute", "schedule", "join_weight_gradients")
-_END = ("tensor", "micro_batch_size", "schedule", "join_weight_gradients", "share_head")
-_CUT = ("tensor", "pipeline", "virtual", "data", "zero_stage", "share_head")
-
-
-def _pieces(table: _Table, cluster: Cluster, effects: Effects) -> StepPieces:
+def _pieces(table: Table, cluster: Cluster, effects: Effects) -> StepPieces:
     p, v = table.pipeline, table.virtual
-    layer = table.by(_LAYER, lambda case: _layer_row(case, cluster, effects))
-    ends = table.by((*_END, "pipeline"), lambda case: _end_rows(case, cluster, effects))
+    layer = table.by(LAYER, lambda case: _layer_row(case, cluster, effects))
+    ends = table.by(END, lambda case: _end_rows(case, cluster, effects))
     embedding, last, head = ends
     one = p == 1
     base, larger = np.divmod(table.job.model.num_layers, p * v)
@@ -159,7 +95,7 @@ def _pieces(table: _Table, cluster: Cluster, effects: Effects) -> StepPieces:
     hops_first = behind_first * hop + last[-1] + head[-1]
     hops_last = before_last * hop + embedding[-1] + head[-1]
     placed = ("tensor", "pipeline", "data", "micro_batch_size")
-    updates = table.by((*_CUT,), lambda case: _update_row(case, cluster, effects))
+    updates = table.by(CUT, lambda case: _update_row(case, cluster, effects))
     return StepPieces(
         pipeline=p,
         virtual=v,
@@ -215,16 +151,16 @@ def _update_row(case: Case, cluster: Cluster, effects: Effects) -> list[float]:
 
 
 def _transfer(case: Case, cluster: Cluster, effects: Effects) -> float:
-    return transfer_seconds(pricer_of(case, cluster, effects), rank_shape(case))
+    return transfer_seconds(pricer_of(case, cluster, effects), case)
 
 
 def _slow_down(case: Case, cluster: Cluster) -> float:
     return cluster.slow_down(cluster.link_of(pricer_of(case, cluster).group("pipeline")))
 
 
-def _data(table: _Table, cluster: Cluster, effects: Effects) -> DataPieces:
+def _data(table: Table, cluster: Cluster, effects: Effects) -> DataPieces:
     def row(case: Case) -> list[float]:
         pieces = data_pieces(data_prices(case, pricer_of(case, cluster, effects), 0))
         return [getattr(pieces, field.name) for field in fields(DataPieces)]
 
-    return DataPieces(*table.by(_CUT, row))
+    return DataPieces(*table.by(CUT, row))

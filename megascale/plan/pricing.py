@@ -9,13 +9,14 @@ hundred of them.
 
 from __future__ import annotations
 
-from megascale.plan.bucket_prices import data_prices, stage_elements, stage_names
+from megascale.plan.bucket_prices import data_prices, stage_names
 from megascale.plan.buckets import stage_buckets
 from megascale.plan.case import Case
 from megascale.plan.effects.effects import NO_EFFECTS, Effects
 from megascale.plan.machine.cluster import Cluster
 from megascale.plan.overlap import Pricer
 from megascale.plan.prices import ChunkPrices, Spent, StepPrices
+from megascale.plan.stage_memory import stage_elements
 from megascale.plan.stages import split_layers
 from megascale.plan.work.ends import (
     embedding_work,
@@ -48,7 +49,7 @@ def price(case: Case, cluster: Cluster, effects: Effects = NO_EFFECTS) -> StepPr
         if chunk == layout.num_chunks - 1:
             parts.append(last)
         chunks.append(plus(parts))
-    transfer_s = transfer_seconds(pricer, shape)
+    transfer_s = transfer_seconds(pricer, case)
     return StepPrices(
         chunks=tuple(chunks),
         head=head,
@@ -114,13 +115,19 @@ def plus(parts: list[ChunkPrices]) -> ChunkPrices:
     return ChunkPrices(forward, recompute, inputs, weights)
 
 
-def transfer_seconds(pricer: Pricer, shape: RankShape) -> float:
+def transfer_seconds(pricer: Pricer, case: Case) -> float:
     """Hidden states to the next stage: the own rows, or where rows are whole, an equal part of them
-    from each tensor rank, gathered on the other side as Megatron-LM does."""
+    from each tensor rank, gathered on the other side as Megatron-LM does. Where the host waits for
+    each exchange, the device has nothing to do until it has launched again."""
     if pricer.mesh.pipeline == 1:
         return 0.0
+    shape = rank_shape(case)
     own = shape.hidden_bytes / shape.tensor
     seconds = pricer.transfer_s(Collective("send", Transfer.SEND, own, "pipeline"))
+    if case.software.synchronises:
+        # an exchange is of two transfers where a stage holds several chunks, else of one
+        per_exchange = 2 if case.layout.virtual > 1 else 1
+        seconds += pricer.cluster.device.restart_s / per_exchange
     if shape.sequence_parallel or shape.tensor == 1:
         return seconds
     gather = Collective("send.gather", Transfer.ALL_GATHER, shape.hidden_bytes, "tensor")

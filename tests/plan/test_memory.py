@@ -129,11 +129,13 @@ def test_halves_keep_the_operands_of_weight_gradients() -> None:
     tokens = 256
     kept = activations(2) // 2
     model = ModelConfig(preset="tiny-llama")
-    deferred = 2 * tokens * deferred_bytes_per_token(model, 4)
-    assert deferred > 0
+    partial_sums = 2 * 132 * model.hidden_size * 4  # of two norms, a program's each
+    deferred = 2 * (tokens * deferred_bytes_per_token(model, 4) + partial_sums)
+    assert deferred > kept
     for stage in range(3):
         found = activations(stage, pipeline_schedule="zb_h1")
-        assert found == max((4 - stage) * kept + stage * deferred, (3 - stage) * kept + deferred)
+        rows = tokens * model.hidden_size * 4 if stage == 0 else 0  # of the embedding's gradient
+        assert found == (3 - stage) * kept + (stage + 1) * deferred + rows
     one = activations(2, pipeline_schedule="1f1b", join_weight_gradients=4)
     assert one == max(2 * kept + 3 * deferred, kept + 4 * deferred)
     last_pieces = activations(2, pipeline_schedule="1f1b", join_weight_gradients=100)
@@ -150,12 +152,12 @@ def test_joined_weight_gradients_are_kept_gathered() -> None:
         return predict_memory(config, Mesh(tensor=2), 0).activation_bytes
 
     model = ModelConfig(preset="tiny-llama")
-    layers = model.num_layers * deferred_bytes_per_token(model, 4, 2)
-    head = 4 * (2 * model.hidden_size + model.vocab)
-    plain = activations()
-    assert activations(join_weight_gradients=2) == max(
-        plain + (layers + head) * 256 // 2, 2 * (layers + head) * 256 // 2
-    )
+    hidden = 4 * 256 * model.hidden_size  # of all tokens: what ranks gather
+    layers = model.num_layers * deferred_bytes_per_token(model, 4, 2) * 256 // 2
+    partial_sums = model.num_layers * 2 * 128 * model.hidden_size * 4  # a row each of 128
+    head = hidden + 4 * 256 * model.vocab // 2
+    one = layers + partial_sums + head + hidden  # and the embedding's gradient
+    assert activations(join_weight_gradients=2) == max(activations() + one, 2 * one)
 
 
 def test_a_deferred_layer_by_hand() -> None:

@@ -59,7 +59,8 @@ def add(shape: RankShape) -> Work:
 
 
 def dropout(shape: RankShape, *, backward: bool = False) -> Work:
-    """Of a branch: the mask is made of counters, so it is neither read nor written.
+    """Of a branch: the mask is made of counters, so it is neither read nor written, but where
+    software keeps masks of a byte an element.
 
     Plain: the mask is made (1 byte an element written, then read) and multiplied.
     """
@@ -67,7 +68,7 @@ def dropout(shape: RankShape, *, backward: bool = False) -> Work:
         return ()
     one = shape.own_hidden_bytes
     name = "dropout_backward" if backward else "dropout"
-    if not shape.plain:
-        return (MemoryPass(name, 2 * one),)
     mask = one / shape.dtype_bytes
+    if not shape.plain:
+        return (MemoryPass(name, 2 * one + (mask if shape.masks else 0.0)),)
     return (MemoryPass(name, 2 * one + 2 * mask, kernels=2),)

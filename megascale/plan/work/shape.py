@@ -22,8 +22,10 @@ Halves = Literal["whole", "split", "joined"]
 class RankShape:
     """One micro-batch of one layer on one rank.
 
-    one_pair  both ways out of a parallel block are one kernel (`flux/gemm_reduce_scatter/pair.py`)
-    joined    micro-batches whose weight gradients are one product
+    masks      of dropout are kept, not made again
+    symmetric  tensor ranks exchange through symmetric buffers, not allocated tensors
+    one_pair   both ways out of a parallel block are one kernel (`flux/gemm_reduce_scatter/pair.py`)
+    joined     micro-batches whose weight gradients are one product
     """
 
     model: ModelConfig
@@ -35,6 +37,8 @@ class RankShape:
     sequence_parallel: bool = True
     plain: bool = False
     scores: bool = False
+    masks: bool = False
+    symmetric: bool = False
     one_pair: bool = False
     halves: Halves = "whole"
     joined: int = 1
@@ -103,6 +107,8 @@ def rank_shape(case: Case) -> RankShape:
         sequence_parallel=software.sequence_parallel,
         plain=software.operators == "plain",
         scores=software.attention == "scores",
+        masks=software.keeps_masks,
+        symmetric=software.tensor_overlap in ("chunked", "fused"),
         one_pair=software.tensor_overlap == "fused" and layout.tensor > 1,
         halves=halves_of(case),
         joined=layout.join_weight_gradients,
