@@ -25,6 +25,9 @@ class Device(Sourced):
         0.06, ge=0.0, lt=0.9, description="share of memory kept for the allocator and NCCL"
     )
     launch_s: float = Field(ge=0.0, le=1e-3, description="host time of one kernel's launch")
+    restart_s: float = Field(
+        0.0, ge=0.0, le=1e-2, description="from the end of a host's wait to a busy device"
+    )
     gemm: GemmCurve
     attention: AttentionCurve
     memory: MemoryCurve

@@ -43,11 +43,15 @@ def changed(cluster: Cluster, numbers: dict[str, Any]) -> Cluster:
     return Cluster.model_validate(_merged(cluster.model_dump(exclude_unset=True), numbers))
 
 
-def _merged(values: dict[str, Any], numbers: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(values)
+def _merged(table: dict[str, Any], numbers: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(table)
     for key, value in numbers.items():
         old = merged.get(key)
-        merged[key] = (
-            _merged(old, value) if isinstance(value, dict) and isinstance(old, dict) else value
-        )
+        if isinstance(value, dict):
+            merged[key] = _merged(old if isinstance(old, dict) else {}, value)
+            continue
+        merged[key] = value
+        source = merged.get("source")
+        if isinstance(source, dict) and key not in source:
+            merged["source"] = {**source, key: "assumed: handed in by a caller"}
     return merged

@@ -27,15 +27,17 @@ _MEGATRON_2021 = Software(
     sequence_parallel=False,
     tensor_overlap="none",
     transfers="coupled",
+    synchronises=True,
     overlap_grad_reduce=False,
     overlap_param_gather=False,
-    grad_reduce_bytes=4,
+    grad_reduce_bytes=2,
     bucket_mb=inf,
     operators="fused",
     attention="scores",
+    keeps_masks=True,
     host_ahead=False,
 )
-_MEGATRON_2022 = replace(_MEGATRON_2021, tensor_overlap="backward")
+_MEGATRON_2022 = replace(_MEGATRON_2021, tensor_overlap="backward", grad_reduce_bytes=4)
 _MEGATRON_SP = replace(_MEGATRON_2022, sequence_parallel=True)
 
 SYSTEMS: dict[str, Software] = {

@@ -67,10 +67,10 @@ def _scores_forward(shape: RankShape) -> Work:
     passes, kernels = (6.5, 3) if shape.plain else (1.5, 1)  # plain: scale 2, mask 2.5, softmax 2
     operations: list[Operation] = [
         _scores_gemm(shape, "scores", seq, head, False),
-        MemoryPass("softmax", passes * one, kernels),
+        MemoryPass("scores_softmax", passes * one, kernels),
     ]
     if shape.model.attention_dropout > 0:
-        operations.append(MemoryPass("dropout", 2 * one + one / shape.dtype_bytes))
+        operations.append(MemoryPass("scores_dropout", 2 * one + one / shape.dtype_bytes))
     return (*operations, _scores_gemm(shape, "values", head, seq, False))
 
 
@@ -84,10 +84,10 @@ def _scores_backward(shape: RankShape) -> Work:
         _scores_gemm(shape, "values.p", seq, head, True),
     ]
     if shape.model.attention_dropout > 0:
-        operations.append(MemoryPass("dropout", 2 * one + one / shape.dtype_bytes))
+        operations.append(MemoryPass("scores_dropout", 2 * one + one / shape.dtype_bytes))
     return (
         *operations,
-        MemoryPass("softmax_backward", passes * one, kernels),
+        MemoryPass("scores_softmax_backward", passes * one, kernels),
         _scores_gemm(shape, "scores.q", head, seq, True),
         _scores_gemm(shape, "scores.k", head, seq, True),
     )
