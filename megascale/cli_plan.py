@@ -27,6 +27,13 @@ def plan(
     price: Annotated[
         float | None, typer.Option("--price-per-gpu-hour", min=0.0, help="in your currency")
     ] = None,
+    max_tensor: Annotated[
+        int | None,
+        typer.Option("--max-tensor", min=1, help="most devices a layer; default: those of a node"),
+    ] = None,
+    ideal: Annotated[
+        bool, typer.Option("--ideal", help="no conflicts in the network, no slow node, no skew")
+    ] = False,
     report: Annotated[Path | None, typer.Option(help="write one HTML file with plots")] = None,
     validate: Annotated[
         bool, typer.Option("--validate", help="predict what was measured, and show the errors")
@@ -37,11 +44,13 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Which layout, what step time, MFU and memory, why the runner-up lost, and how sure."""
-    from megascale.plan.start import start_plan, start_validation
-
     if validate:
+        from megascale.plan.validate.table import start_validation
+
         typer.echo(start_validation(data, as_json=as_json))
         return
+    from megascale.plan.start import start_plan
+
     typer.echo(
         start_plan(
             recipe,
@@ -51,6 +60,8 @@ def plan(
             top=top,
             tokens=tokens,
             price=price,
+            max_tensor=max_tensor,
+            ideal=ideal,
             report=report,
             as_json=as_json,
         )

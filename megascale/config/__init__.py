@@ -1,13 +1,13 @@
 """The typed configuration of a run: sections with the field's names, TOML recipes, overrides."""
 
-from megascale.config.load import load_config, parse_config
+from megascale.config.comm import CommConfig
+from megascale.config.load import load_config, parse_config, with_overrides
 from megascale.config.model import ModelConfig, RopeScaling
 from megascale.config.operators import OperatorsConfig
 from megascale.config.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from megascale.config.presets import PRESETS
 from megascale.config.run import (
     CheckpointConfig,
-    CommConfig,
     DataConfig,
     DebugConfig,
     JobConfig,
@@ -45,4 +45,5 @@ __all__ = [
     "ValidationConfig",
     "load_config",
     "parse_config",
+    "with_overrides",
 ]

@@ -24,6 +24,14 @@ def load_config(recipe: str | Path | None, overrides: Sequence[str] = ()) -> Run
     return parse_config(values)
 
 
+def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """`config` with `overrides` ("a.b=c") applied, checked anew."""
+    values = config.model_dump(mode="json")
+    for override in overrides:
+        _apply(values, override)
+    return parse_config(values)
+
+
 def parse_config(values: dict[str, Any]) -> RunConfig:
     """Check a nested dictionary of sections."""
     try:

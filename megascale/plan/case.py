@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megascale.config import ModelConfig, RunConfig
+from megascale.config import ModelConfig, ParallelismConfig, RunConfig
 from megascale.plan.actions import PipelineShape
 from megascale.topology import Mesh
 
@@ -138,12 +138,6 @@ def case_of(config: RunConfig, world_size: int) -> Case:
     """The case of a run's configuration on `world_size` ranks. Raises ConfigError where illegal."""
     par, training = config.parallelism, config.training
     mesh = config.mesh(world_size)
-    overlap: dict[str, TensorOverlap] = {
-        "auto": "fused",
-        "fused": "fused",
-        "chunked": "chunked",
-        "reference": "backward",
-    }
     return Case(
         job=Job(
             model=config.model,
@@ -165,7 +159,7 @@ def case_of(config: RunConfig, world_size: int) -> Case:
             join_weight_gradients=par.join_weight_gradients,
         ),
         software=Software(
-            tensor_overlap=overlap[par.flux],
+            tensor_overlap=tensor_overlap_of(par, mesh),
             transfers=par.pipeline_transfers,
             overlap_grad_reduce=par.overlap_grad_reduce,
             overlap_param_gather=par.overlap_param_gather,
@@ -175,6 +169,17 @@ def case_of(config: RunConfig, world_size: int) -> Case:
             host_ahead=training.run_ahead,
         ),
     )
+
+
+def tensor_overlap_of(par: ParallelismConfig, mesh: Mesh) -> TensorOverlap:
+    """The form that the trainer takes (`flux/mode.py`): where NCCL transfers may be pending beside
+    a kernel that fills the GPU and waits, chunks take the fused form's place."""
+    if par.flux == "reference":
+        return "backward"
+    beside = mesh.pipeline > 1 or mesh.data > 1
+    if par.flux == "chunked" or (par.flux == "auto" and beside and par.flux_reserve_sms == 0):
+        return "chunked"
+    return "fused"
 
 
 def overrides_of(layout: Layout) -> list[str]:

@@ -27,8 +27,8 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             "seconds": plan.seconds,
         },
         "tokens_per_s": plan.tokens_per_s,
-        "ranked": [_ranked(one) for one in plan.ranked],
-        "given": None if plan.given is None else _ranked(plan.given),
+        "ranked": [ranked_document(one) for one in plan.ranked],
+        "given": None if plan.given is None else ranked_document(plan.given),
         "given_problem": plan.given_problem or None,
         "why_the_runner_up_lost": list(plan.why),
         "confidence": asdict(plan.confidence),
@@ -45,7 +45,7 @@ def plan_json(plan: Plan) -> str:
     return json.dumps(plan_document(plan), indent=2, allow_nan=False)
 
 
-def _ranked(one: Ranked) -> dict[str, Any]:
+def ranked_document(one: Ranked) -> dict[str, Any]:
     return {
         "place": one.place,
         "layout": asdict(one.layout),

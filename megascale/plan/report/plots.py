@@ -7,6 +7,7 @@ from typing import Any
 
 from megascale.plan.report.text import confidence_line
 from megascale.plan.search.explain import describe_layout, describe_switches
+from megascale.plan.search.parts import WORDS
 from megascale.plan.search.result import Plan, Ranked, Training
 
 _GIB = 2.0**30
@@ -35,12 +36,12 @@ def _parts(plan: Plan) -> Figure:
     """Where the seconds of each layout's step go."""
     shown = _shown(plan)
     labels = [_label(one) for one in shown]
-    names = dict.fromkeys(name for one in shown for name in one.parts)
+    names = dict.fromkeys(name for one in shown for name, s in one.parts.items() if s > 0)
     traces = [
         {
             "type": "bar",
             "orientation": "h",
-            "name": name,
+            "name": WORDS.get(name, name),
             "x": [one.parts.get(name, 0.0) for one in shown],
             "y": labels,
             "hovertext": [describe_switches(one.layout) for one in shown],
@@ -53,7 +54,8 @@ def _parts(plan: Plan) -> Figure:
         "yaxis": {"autorange": "reversed", "automargin": True},
         "margin": {"t": 20},
     }
-    caption = f"Step time by what it goes to. {confidence_line(plan).capitalize()}."
+    sure = confidence_line(plan)
+    caption = f"Step time by what it goes to. {sure[0].upper()}{sure[1:]}."
     return Figure("parts", "Layouts", caption, traces, layout)
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megascale.plan.case import Layout
+from megascale.plan.search.parts import WORDS
 from megascale.plan.search.result import Ranked
 from megascale.units import format_bytes
 
-_SMALL = 0.05  # of the whole difference: parts below it are not told
+_SMALL = 0.1  # of the largest difference: parts below it are told together
 
 
 def difference(best: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
@@ -27,10 +28,7 @@ def why_slower(best: Ranked, other: Ranked) -> tuple[str, ...]:
     lost_s = other.step_s - best.step_s
     share = lost_s / best.step_s
     head = f"{describe_layout(other.layout)}: {lost_s:+.3f} s a step ({share:+.1%})"
-    more = difference(best.parts, other.parts)
-    least = _SMALL * max(abs(lost_s), 1e-3 * best.step_s)
-    told = [f"{name} {seconds:+.3f} s" for name, seconds in more.items() if abs(seconds) > least]
-    lines = [head, ", ".join(told) if told else "no part differs by much"]
+    lines = [head, _told(difference(best.parts, other.parts))]
     changed = _changed(best.layout, other.layout)
     if changed:
         lines.append(f"it differs in {', '.join(changed)}")
@@ -38,6 +36,17 @@ def why_slower(best: Ranked, other: Ranked) -> tuple[str, ...]:
     words = "more" if bytes_more >= 0 else "less"
     lines.append(f"and holds {format_bytes(abs(bytes_more))} {words} on its fullest stage")
     return tuple(lines)
+
+
+def _told(more: Mapping[str, float]) -> str:
+    """The parts that matter, the largest first, and the sum of the others."""
+    least = _SMALL * max(map(abs, more.values()), default=0.0)
+    told = {name: seconds for name, seconds in more.items() if abs(seconds) > least}
+    rest = sum(more.values()) - sum(told.values())
+    words = [f"{WORDS.get(name, name)} {seconds:+.3f} s" for name, seconds in told.items()]
+    if len(told) < len(more) and abs(rest) >= 5e-4:
+        words.append(f"the rest {rest:+.3f} s")
+    return ", ".join(words) if words else "no part differs"
 
 
 def describe_layout(layout: Layout) -> str:

@@ -36,7 +36,8 @@ def no_legal_layout(
     grown = _nearest(final, 1, lambda b: is_possible(job, num_devices, max_tensor, (b,)))
     unit = devices_per_node if num_devices > devices_per_node else 1
     moved = _nearest(num_devices, unit, lambda n: is_possible(job, n, max_tensor, batches))
-    told = f"of {batches[0]} to {final} sequences" if len(batches) > 1 else f"of {final} sequences"
+    told = f"of {batches[0]} to {final}" if len(batches) > 1 else f"of {final}"
+    told += " sequence" if final == 1 else " sequences"
     choices = []
     if grown:
         choices.append(f"a global batch of {' or '.join(map(str, grown))}")

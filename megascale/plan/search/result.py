@@ -16,7 +16,7 @@ class Ranked:
     mfu          attention counted in full (MegaScale); `mfu_causal`: half of it
     parts        seconds of the step by what they go to; their sum is `step_s`
     stage_bytes  memory of a rank, by pipeline stage
-    estimate_s   the step by the closed form; `step_s` is the same where nothing was simulated
+    estimate_s   the step by the closed form, on an ideal cluster: what the search sorts by
     """
 
     layout: Layout

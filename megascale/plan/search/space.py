@@ -23,13 +23,12 @@ import numpy as np
 import numpy.typing as npt
 
 from megascale.plan.case import Job, Layout, Recompute
+from megascale.plan.columns import RECOMPUTES, SCHEDULE_NAMES
 from megascale.plan.schedules.shared_head import MOST_STAGES
 
 Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
-RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")  # what the trainer can
-SCHEDULE_NAMES = ("1f1b", "zb_h1", "interleaved_1f1b", "interleaved_zb")
 _ONE_CHUNK = (0, 1)
 _SEVERAL_CHUNKS = (2, 3)
 

@@ -30,20 +30,20 @@ def ranked(place: int, layout: Layout, parts: dict[str, float], *gib: float) -> 
 BEST = ranked(
     1,
     Layout(tensor=2, pipeline=2, virtual=2, data=4, schedule="interleaved_1f1b"),
-    {"matrix products": 3.0, "bubble": 0.5, "tensor": 0.5},
+    {"gemm": 3.0, "bubble": 0.5, "tensor": 0.5},
     20.0,
     30.5,
 )
 SECOND = ranked(
     2,
     Layout(tensor=4, pipeline=1, data=4, micro_batch_size=2, recompute="full"),
-    {"matrix products": 3.3, "bubble": 0.0, "tensor": 0.9},
+    {"gemm": 3.3, "bubble": 0.0, "tensor": 0.9},
     28.5,
 )
 OWN = ranked(
     17,
     Layout(tensor=1, pipeline=4, data=4),
-    {"matrix products": 3.0, "bubble": 2.0, "tensor": 0.0},
+    {"gemm": 3.0, "bubble": 2.0, "tensor": 0.0},
     40.0,
     30.0,
     20.0,

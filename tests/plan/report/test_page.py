@@ -38,7 +38,11 @@ def test_the_plots_stand_in_the_page_as_they_were_made() -> None:
 
 def test_bars_are_stacked_by_part_and_sum_to_the_step() -> None:
     parts = figures(PLAN)[0]
-    assert [trace["name"] for trace in parts.traces] == ["matrix products", "bubble", "tensor"]
+    assert [trace["name"] for trace in parts.traces] == [
+        "matrix products",
+        "pipeline bubble",
+        "tensor-parallel communication",
+    ]
     steps = [sum(values) for values in zip(*(t["x"] for t in parts.traces), strict=True)]
     assert steps == pytest.approx([4.0, 4.2, 5.0])
     assert parts.traces[0]["y"][2].startswith("17. TP 1, PP 4")

@@ -45,7 +45,10 @@ def test_the_ranking_marks_the_recipes_own() -> None:
 def test_the_runner_up_lost_by_parts_that_sum_to_the_difference() -> None:
     text = plan_text(PLAN)
     assert "why TP 4, PP 1, DP 4, micro-batch 2: +0.200 s a step (+5.0%)" in text
-    assert "  bubble -0.500 s, tensor +0.400 s, matrix products +0.300 s" in text
+    assert (
+        "  pipeline bubble -0.500 s, tensor-parallel communication +0.400 s, matrix products "
+        "+0.300 s"
+    ) in text
     assert "schedule 1f1b instead of interleaved_1f1b, recompute full instead of none" in text
     assert "holds 2.00GiB less on its fullest stage" in text
 

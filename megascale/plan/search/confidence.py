@@ -1,0 +1,54 @@
+"""How sure a plan is: the residuals of validation on the same device, as `residuals.toml` has them.
+
+A residual is predicted / measured - 1 of a step's time, over rows that nothing was fitted on. They
+are of a device and of the software that ran; how far a plan is from the largest of them is told
+with it, as an interval from small runs says little about large ones.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from megascale.plan.machine.cluster import Cluster
+from megascale.plan.search.result import Confidence
+from megascale.units import peak_tflops
+
+_NINE_OF_TEN = 0.9
+
+
+def confidence_of(cluster: Cluster) -> Confidence:
+    """By the device of `cluster`."""
+    row = peak_tflops(cluster.device.name)
+    name = row[1] if row else cluster.device.name
+    found = _residuals().get(name)
+    if found is None:
+        return Confidence(None, 0.0, 0, 0, f"{name}: {cluster.device.gemm.source_of('share')}")
+    return Confidence(
+        share=found["share"],
+        bias=found["bias"],
+        num_rows=found["num_rows"],
+        largest=found["largest"],
+        source=found["source"],
+    )
+
+
+def summary(errors: list[float], gpus: list[int]) -> dict[str, float]:
+    """What `residuals.toml` keeps of rows' errors: the share that nine of ten are within."""
+    assert len(errors) == len(gpus) > 0, (len(errors), len(gpus))
+    sizes = sorted(abs(error) for error in errors)
+    within = sizes[min(len(sizes) - 1, int(_NINE_OF_TEN * len(sizes)))]
+    return {
+        "share": within,
+        "bias": sum(errors) / len(errors),
+        "num_rows": len(errors),
+        "largest": max(gpus),
+    }
+
+
+@cache
+def _residuals() -> dict[str, dict[str, Any]]:
+    text = files("megascale.plan.search").joinpath("residuals.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
