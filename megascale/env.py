@@ -33,6 +33,7 @@ FAULT_ORDERS = "MEGASCALE_FAULT"  # file of faults for a trainer, for tests: see
 SELFCHECK_FAULT = "MEGASCALE_SELFCHECK_FAULT"  # for tests: see `selfcheck_faults`
 MEMORY_SLOTS = "MEGASCALE_MEMORY_SLOTS"
 RESUME = "MEGASCALE_RESUME"
+START = "MEGASCALE_START"  # see `RankEnvironment.start`
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _SRUN = ("SLURM_PROCID", "SLURM_LOCALID")
 _PORTS = range(20_000, 30_000)  # below the ephemeral range, from which the kernel serves others
@@ -40,7 +41,11 @@ _PORTS = range(20_000, 30_000)  # below the ephemeral range, from which the kern
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Who this process is among the ranks of its job, and where they meet."""
+    """Who this process is among the ranks of its job, and where they meet.
+
+    start  one word for all ranks, another one each time that they are started; None: the launcher
+           gives none. A meeting place that outlives a start tells them apart by it.
+    """
 
     global_rank: int = 0
     world_size: int = 1
@@ -49,6 +54,7 @@ class RankEnvironment:
     master_addr: str | None = None
     master_port: int | None = None
     launcher: Literal["none", "torchrun", "srun"] = "none"
+    start: str | None = None
 
     def __post_init__(self) -> None:
         got = f"rank {self.global_rank} of {self.world_size}"
@@ -121,7 +127,14 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnvironment:
         master_addr=env.get("MASTER_ADDR"),
         master_port=_integer(env, "MASTER_PORT") if "MASTER_PORT" in env else None,
         launcher="torchrun",
+        start=env.get(START) or _torchrun_start(env),
     )
+
+
+def _torchrun_start(env: Mapping[str, str]) -> str | None:
+    """torchrun names a job by its --rdzv-id ("none" where it has a fixed place), and counts."""
+    job = env.get("TORCHELASTIC_RUN_ID", "none")
+    return None if job == "none" else f"{job}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _from_srun(env: Mapping[str, str]) -> RankEnvironment:
@@ -146,7 +159,15 @@ def _from_srun(env: Mapping[str, str]) -> RankEnvironment:
         master_addr=env.get("MASTER_ADDR") or first_slurm_node(env[nodes]),
         master_port=_integer(env, "MASTER_PORT") if "MASTER_PORT" in env else _srun_port(env),
         launcher="srun",
+        start=env.get(START) or _srun_start(env),
     )
+
+
+def _srun_start(env: Mapping[str, str]) -> str | None:
+    if "SLURM_JOB_ID" not in env:
+        return None
+    requeued = env.get("SLURM_RESTART_COUNT", "0")
+    return f"slurm-{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}.{requeued}"
 
 
 def _srun_local_world_size(env: Mapping[str, str], world_size: int) -> int:
@@ -230,7 +251,7 @@ def agent_environment(variables: Mapping[str, str] | None = None) -> AgentEnviro
     """The MEGASCALE_* variables. LaunchError for one that is not known or not a number."""
     env = os.environ if variables is None else variables
     names = ("MEGASCALE_PROGRESS_PAGE", FAULT_ORDERS, MEMORY_SLOTS)
-    known = {*names, "MEGASCALE_EPOCH", RESUME, SELFCHECK_FAULT}
+    known = {*names, "MEGASCALE_EPOCH", RESUME, SELFCHECK_FAULT, START}
     unknown = sorted(name for name in env if name.startswith("MEGASCALE_") and name not in known)
     if unknown:
         raise LaunchError(f"unknown variable {unknown[0]}; known: {', '.join(sorted(known))}")

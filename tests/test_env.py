@@ -94,8 +94,20 @@ def test_one_node_without_local_world_size_or_master() -> None:
 def test_srun() -> None:
     got = rank_environment(SRUN)
     port = 20_000 + (31 * 4711 + 2) % 10_000
-    assert got == RankEnvironment(5, 7, 1, 3, "gpu003", port, "srun")
+    assert got == RankEnvironment(5, 7, 1, 3, "gpu003", port, "srun", "slurm-4711.2.0")
     assert rank_environment({**SRUN, "SLURM_STEP_ID": "3"}).master_port == port + 1
+
+
+def test_every_launcher_names_a_start() -> None:
+    """One word for all ranks of a start, and another one each time that they are started."""
+    assert rank_environment(TORCHRUN).start is None
+    assert rank_environment({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}).start is None
+    elastic = {"TORCHELASTIC_RUN_ID": "job7", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert rank_environment({**TORCHRUN, **elastic}).start == "job7.2"
+    assert rank_environment({**SRUN, "SLURM_RESTART_COUNT": "1"}).start == "slurm-4711.2.1"
+    for launcher in (SRUN, {**TORCHRUN, **elastic}):
+        assert rank_environment({**launcher, "MEGASCALE_START": "word"}).start == "word"
+    assert agent_environment({"MEGASCALE_START": "word"}).epoch == 0
 
 
 def test_srun_with_the_usual_exports() -> None:

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from megascale.config.base import Section
 from megascale.config.cluster import ClusterConfig
+from megascale.config.comm import CommConfig
 from megascale.config.model import ModelConfig
 from megascale.config.operators import OperatorsConfig
 from megascale.config.parallelism import ActivationCheckpointConfig, ParallelismConfig
@@ -129,14 +130,6 @@ class TelemetryConfig(Section):
                 "recorder: enable it, or leave waterfall out"
             )
         return self
-
-
-class CommConfig(Section):
-    """Process groups."""
-
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    init_timeout_s: float = Field(300.0, gt=0.0)
-    timeout_s: float = Field(600.0, gt=0.0, description="deadline of a collective")
 
 
 class DebugConfig(Section):

@@ -13,12 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megascale.config import CommConfig
-from megascale.errors import LaunchError
 from megascale.parallel.spans import Span, no_span
 from megascale.topology import Coordinates, Mesh
 
@@ -100,36 +97,3 @@ def summer(group: Group, name: str, span: Span = no_span) -> Callable[[Tensor], 
         return values
 
     return sum_over_group
-
-
-def initialise_world(
-    comm: CommConfig, *, rank: int, world_size: int, device: torch.device, init_method: str
-) -> None:
-    """Join the default process group. Raises LaunchError naming the address when peers are late.
-
-    Joining may take `comm.init_timeout_s`; every collective after it, `comm.timeout_s`. The group
-    is not bound to the device: NCCL would then split every new group from it, which all ranks must
-    join, and here each rank creates only its own groups.
-    """
-    backend = comm.backend
-    if backend == "auto":
-        backend = "nccl" if device.type == "cuda" else "gloo"
-    join_timeout = timedelta(seconds=comm.init_timeout_s)
-    try:
-        store, _, _ = next(
-            dist.rendezvous(init_method, rank=rank, world_size=world_size, timeout=join_timeout)
-        )
-        store.set_timeout(join_timeout)
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("world", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=comm.timeout_s),
-        )
-    except (dist.DistError, RuntimeError, ValueError) as error:
-        raise LaunchError(
-            f"rank {rank} of {world_size} could not join the process group at {init_method} "
-            f"({backend}): {error}; check that all ranks start and that the address and port are "
-            "free and reachable"
-        ) from error

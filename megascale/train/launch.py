@@ -15,12 +15,13 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from megascale.env import child_environment, free_port
+from megascale.env import START, child_environment, free_port
 from megascale.errors import LaunchError
 
 GRACE_S = 5.0  # between asking a rank to stop and ending it
@@ -50,10 +51,13 @@ def launch_local(arguments: Sequence[str], num_ranks: int, logs: Path, port: int
             if process.poll() is None:
                 process.send_signal(signum)
 
+    start = uuid.uuid4().hex
     old = {s: signal.signal(s, pass_on) for s in stop_signals()}
     try:
         # one by one: a signal on the way finds those that run
-        ranks.extend(_start(arguments, rank, num_ranks, port, logs) for rank in range(num_ranks))
+        ranks.extend(
+            _start(arguments, rank, num_ranks, port, logs, start) for rank in range(num_ranks)
+        )
         _wait(ranks, logs, asked)
     finally:
         for signum, handler in old.items():
@@ -78,7 +82,7 @@ def record_failure(logs: Path, global_rank: int, message: str, exit_code: int) -
 
 
 def _start(
-    arguments: Sequence[str], rank: int, num_ranks: int, port: int, logs: Path
+    arguments: Sequence[str], rank: int, num_ranks: int, port: int, logs: Path, start: str
 ) -> subprocess.Popen[bytes]:
     environment = child_environment(
         {
@@ -88,6 +92,7 @@ def _start(
             "LOCAL_WORLD_SIZE": str(num_ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
+            START: start,
         }
     )
     environment.setdefault("OMP_NUM_THREADS", "1")

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megascale.config import RunConfig
 from megascale.env import RankEnvironment, agent_environment, switch_multicast_off
 from megascale.errors import ConfigError, LaunchError
-from megascale.parallel.groups import initialise_world
 from megascale.parallel.spans import no_span
+from megascale.parallel.world import initialise_world, leave_world
 from megascale.telemetry.hooks import Hook
 from megascale.telemetry.recorder import Recorder
 from megascale.topology import Mesh
@@ -63,6 +63,7 @@ def run_rank(
             world_size=rank.world_size,
             device=device,
             init_method=f"tcp://{host}:{port}",
+            start=rank.start,
         )
         check_agreement(config)
     failed = True
@@ -96,8 +97,8 @@ def run_rank(
     finally:
         # NCCL's would first wait for what is pending: for peers that wait for this rank. What is
         # left to the end of the process is aborted there, as soon as the error has been told.
-        if dist.is_initialized() and not (failed and device.type == "cuda"):
-            dist.destroy_process_group()
+        if not (failed and device.type == "cuda"):
+            leave_world()
 
 
 def _explained(

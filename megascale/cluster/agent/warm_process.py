@@ -17,7 +17,7 @@ import megascale
 from megascale.cluster.agent.birth_command import birth
 from megascale.cluster.agent.ledger import HELPER, PAGE_VARIABLE, Member
 from megascale.cluster.agent.proc import read_stat
-from megascale.env import MEMORY_SLOTS
+from megascale.env import MEMORY_SLOTS, START
 
 # What names a rank and an epoch: read after imports. All else must be there when it starts.
 LATE = frozenset(
@@ -31,6 +31,7 @@ LATE = frozenset(
         PAGE_VARIABLE,
         "MEGASCALE_EPOCH",
         MEMORY_SLOTS,
+        START,
     )
 )
 PACKAGE = Path(megascale.__file__).parent

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 from megascale.cluster.actions import StartEpoch
 from megascale.cluster.job import JobState
 from megascale.cluster.messages import RankPlace, StartRanks
-from megascale.env import RESUME
+from megascale.env import RESUME, START
 
 Groups = Mapping[str, Sequence[tuple[int, ...]]]
 ASIDE = "aside-"
@@ -49,7 +50,7 @@ class Program:
         procs = job.policy.procs_per_node
         world_size = procs * len(action.places)
         arguments = [*self.arguments, *self._later(action)]
-        environment = dict(self.environment)
+        environment = {**self.environment, START: f"{action.epoch}-{uuid.uuid4().hex}"}
         if action.back or action.newest_step is not None:  # memory is newer than what is wanted
             environment[RESUME] = "disk"
         return [
