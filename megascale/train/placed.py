@@ -57,6 +57,27 @@ def placed(
     return _renumbered(placement, rank, node, num_nodes, config.cluster.topology)
 
 
+def preview(config: RunConfig, world_size: int) -> str:
+    """What placing by `cluster.topology` would gain, for a dry run; empty without a file."""
+    topology = topology_file(config.cluster.topology, 1)
+    if topology is None:
+        return ""
+    num_nodes = len(topology.nodes)
+    per_node, rest = divmod(world_size, num_nodes)
+    if rest or not per_node:
+        raise ConfigError(
+            f"{world_size} ranks are not the same number on each of the {num_nodes} nodes of "
+            f"{config.cluster.topology}; give a multiple of {num_nodes}, or a file with the job's "
+            "nodes alone"
+        )
+    placement = placement_of(config, num_nodes, per_node)
+    mesh = placement.mesh(num_nodes)
+    assert mesh is not None, (world_size, placement)
+    found = rank_map(topology, mesh, per_node, num_bytes=placement.num_bytes)
+    head = f"ranks on {num_nodes} nodes of {per_node}, by {config.cluster.topology} (simulated):"
+    return f"{head}\n{found}"
+
+
 def _renumbered(
     placement: JobPlacement,
     rank: RankEnvironment,

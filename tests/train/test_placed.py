@@ -10,7 +10,7 @@ import pytest
 from megascale.config import RunConfig, parse_config
 from megascale.env import NodeEnvironment, RankEnvironment, node_environment
 from megascale.errors import ConfigError
-from megascale.train.placed import placed
+from megascale.train.placed import placed, preview
 
 FILE = """
 [[switch]]
@@ -89,6 +89,17 @@ def test_an_open_layout_puts_machines_in_a_ring(tmp_path: Path) -> None:
     node = NodeEnvironment("m2", "m[0-3]")
     found = placed(_config(tmp_path), _rank(4), layout_is_open=True, node=node)
     assert found.global_rank == 2
+
+
+def test_a_dry_run_tells_what_is_gained(tmp_path: Path) -> None:
+    told = preview(_config(tmp_path), 8)
+    assert told.startswith("ranks on 4 nodes of 2, by ")
+    assert "by topology  data: 0% of the groups and 0% of their edges leave a switch" in told
+    with pytest.raises(ConfigError, match="12 ranks are not the same number on each of the 5"):
+        preview(_config(tmp_path, '[[switch]]\nname="a"\nnodes=["m[0-4]"]'), 12)
+    config = _config(tmp_path)
+    bare = config.cluster.model_copy(update={"topology": ""})
+    assert preview(config.model_copy(update={"cluster": bare}), 8) == ""
 
 
 @pytest.mark.parametrize(

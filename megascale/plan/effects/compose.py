@@ -20,10 +20,13 @@ from megascale.plan.effects import stragglers
 from megascale.plan.effects.crossing import RING_AXES, RingAxis, axis_share, node_edges
 from megascale.plan.effects.ecmp import Uplinks
 from megascale.plan.effects.effects import Effects, NetworkShare, combine
+from megascale.plan.effects.failures import RECOVERY, Recovery, RecoveryKind
+from megascale.plan.effects.initialisation import creation_time, fitted_on_the_paper
 from megascale.plan.effects.interval import Interval
 from megascale.plan.effects.stragglers import PipelineDepth, Wavering
 from megascale.plan.machine.cluster import Cluster
 from megascale.topology import Mesh
+from megascale.units import matmul_parameters
 
 Placement = Literal["packed", "shuffled"]
 
@@ -145,4 +148,29 @@ def uplinks_of(cluster: Cluster) -> Uplinks:
         8.0 * fabric.switch_port_gb_s,
         8.0 * network.nic_gb_s,
         fabric.queue_pairs,
+    )
+
+
+def recovery_at_scale(
+    case: Case, cluster: Cluster, kind: RecoveryKind, *, seconds_a_call: float | None = None
+) -> Recovery:
+    """The project's measured recovery from a fault of `kind`, with what grows with the job.
+
+    seconds_a_call  of the store that groups meet at; None: of Redis, fitted on the paper
+    Groups by ordered creation. State from a neighbour's memory, over a device's share of the NICs:
+    its part of the parameters, and its shard of fp32 master weights and two moments. The paper's
+    own figure is of its scale already and stays as it is.
+    """
+    found = RECOVERY[kind]
+    if kind == "paper" or cluster.network is None:
+        return found
+    layout, call_s = case.layout, seconds_a_call or fitted_on_the_paper()["redis"]
+    groups = creation_time(layout.mesh, "ordered", call_s)
+    weights = matmul_parameters(case.job.model) / (layout.tensor * layout.pipeline)
+    shards = layout.data if layout.zero_stage else 1
+    num_bytes = weights * (case.job.dtype_bytes + 12.0 / shards)
+    network = cluster.network
+    share = network.nics_per_node / cluster.devices_per_node
+    return found.at_scale(
+        groups_s=groups.value, load_s=num_bytes / (network.nic_gb_s * 1e9 * share)
     )

@@ -184,6 +184,12 @@ class Recovery:
     def total_s(self) -> float:
         return self.detect_s + self.check_s + self.restart_s + self.load_s
 
+    def at_scale(self, *, groups_s: float, load_s: float) -> Recovery:
+        """With the creation of a large world's groups and the loading of a large model's state."""
+        return Recovery(
+            self.detect_s, self.check_s, self.restart_s + groups_s, self.load_s + load_s
+        )
+
 
 RecoveryKind = Literal["paper", "rank_killed", "hang", "node_lost"]
 

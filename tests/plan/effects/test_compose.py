@@ -9,9 +9,16 @@ import pytest
 from megascale.config import ModelConfig
 from megascale.errors import ConfigError
 from megascale.plan.case import Case, Job, Layout
-from megascale.plan.effects.compose import EffectSwitches, effect_parts, effects_of, uplinks_of
+from megascale.plan.effects.compose import (
+    EffectSwitches,
+    effect_parts,
+    effects_of,
+    recovery_at_scale,
+    uplinks_of,
+)
 from megascale.plan.effects.ecmp import Uplinks, slowest_flow
 from megascale.plan.effects.effects import NO_EFFECTS, combine
+from megascale.plan.effects.failures import RECOVERY
 from megascale.plan.effects.launch_skew import launch_skew
 from megascale.plan.effects.stragglers import PipelineDepth, Wavering, simulate
 from megascale.plan.machine.cluster import Cluster
@@ -96,6 +103,21 @@ def test_without_a_fabric_there_are_no_conflicts(paper: Cluster) -> None:
     assert effects_of(_case(16), bare, switches=replace(OFF, ecmp=True)) == NO_EFFECTS
     with pytest.raises(ConfigError, match=r"cluster 'paper' has no \[fabric\]"):
         uplinks_of(bare)
+
+
+def test_recovery_grows_with_the_job(paper: Cluster) -> None:
+    """Of 12,288 GPUs: groups in 23 s, and 3.6 billion parameters of a device (a gated MLP), of
+    two bytes and a 192nd of twelve, over a NIC of 25 GB/s."""
+    found = recovery_at_scale(_case(192), paper, "hang")
+    weights = 96 * 16 * 12288**2 + 64000 * 12288
+    assert found.load_s == pytest.approx(weights / 64 * (2 + 12 / 192) / 25e9)
+    assert found.restart_s - RECOVERY["hang"].restart_s == pytest.approx(22.8, abs=0.1)
+    assert found.detect_s == RECOVERY["hang"].detect_s
+    small = recovery_at_scale(_case(1), paper, "hang")
+    assert RECOVERY["hang"].total_s < small.total_s < found.total_s
+    assert recovery_at_scale(_case(192), paper, "paper") == RECOVERY["paper"]
+    faster = recovery_at_scale(_case(192), paper, "hang", seconds_a_call=1e-5)
+    assert faster.total_s < found.total_s
 
 
 def test_bad_switches() -> None:
