@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megascale.cluster import placement
-from megascale.cluster.actions import Alert, FinishJob, Replenish, StartEpoch
+from megascale.cluster.actions import Alert, FinishJob, Notify, Replenish, StartEpoch
 from megascale.cluster.job import OVER, NodeState, Phase, Spent
 from megascale.cluster.ledger import TimeKind
 from megascale.cluster.turn import Turn
@@ -96,9 +96,11 @@ def _start(turn: Turn, count: int) -> None:
 
 def _tell_of_network(turn: Turn, network: RankMap) -> None:
     """What placing ranks by switches gains, and which hosts nobody knows the switch of."""
-    turn.say(
-        f"ranks placed by switches: by the conflict model bytes between nodes took "
-        f"{network.gain:.2f} times as long by name"
+    turn.act(
+        Notify(
+            "ranks are placed by switches: in the order of names the bytes between nodes would take "
+            f"{network.gain:.2f} times as long, by the model of conflicts"
+        )
     )
     assert turn.job.policy.placement is not None, network
     unknown = turn.job.policy.placement.unknown(network.order)

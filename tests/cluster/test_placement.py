@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megascale.cluster.actions import Alert
+from megascale.cluster.actions import Alert, Notify
 from megascale.cluster.driver.journal import Journal
 from megascale.cluster.transitions import (
     Allocated,
@@ -46,13 +46,13 @@ def _placed(hand: ByHand) -> list[str]:
 
 
 def _said(hand: ByHand) -> str:
-    return " ".join(hand.decision.reason.split()) if hand.decision.reason else ""
+    return " ".join(action.text for action in hand.done if isinstance(action, Notify))
 
 
 def test_rings_lie_under_the_schedulers_switches() -> None:
     hand = _begin(_policy(4), FOUR)
     assert _placed(hand) == ["n0", "n2", "n1", "n3"]
-    assert "ranks placed by switches" in _said(hand)
+    assert "ranks are placed by switches" in _said(hand)
 
 
 def test_the_topology_file_is_preferred_to_the_scheduler() -> None:
@@ -74,7 +74,7 @@ def test_a_host_that_the_file_does_not_have_is_told_and_placed() -> None:
 def test_where_nothing_tells_hosts_apart_their_names_do(switch: str | None) -> None:
     hand = _begin(_policy(4), dict.fromkeys(["n3", "n10", "n2", "n1"], switch))
     assert _placed(hand) == ["n1", "n2", "n3", "n10"]
-    assert "ranks placed by switches" not in _said(hand)
+    assert "ranks are placed by switches" not in _said(hand)
 
 
 def test_without_a_placement_hosts_are_grouped_as_before() -> None:
