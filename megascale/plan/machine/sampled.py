@@ -29,9 +29,10 @@ class SampledDevice:
             if (surface := self._gemm_surface(samples.gemm, direction)) is not None
         }
         self._attentions = {
-            backward: surface
+            (backward, windowed): surface
             for backward in (False, True)
-            if (surface := self._attention_surface(samples.attention, backward)) is not None
+            for windowed in (False, True)
+            if (surface := self._attention_surface(samples.attention, backward, windowed))
         }
         names = {sample.name for sample in samples.memory}
         self._passes = {
@@ -52,7 +53,8 @@ class SampledDevice:
         if isinstance(operation, Gemm):
             surface = self._gemms.get(operation.direction)
         else:
-            surface = self._attentions.get(operation.backward)
+            windowed = operation.window is not None and operation.window < operation.seq_len
+            surface = self._attentions.get((operation.backward, windowed))
         if surface is None:
             return self._device.seconds(operation)
         return self._device.seconds(operation, surface.factor(self._device.place(operation)))
@@ -74,9 +76,14 @@ class SampledDevice:
         return self._surface(operations, self._device.gemm.floor_s, self._device.gemm.slope)
 
     def _attention_surface(
-        self, samples: Iterable[AttentionSample], backward: bool
+        self, samples: Iterable[AttentionSample], backward: bool, windowed: bool
     ) -> Surface | None:
-        operations = [(attention_of(s), s.seconds) for s in samples if s.backward == backward]
+        """A window has kernels of its own; without samples of it the parametric price stands."""
+        operations = [
+            (attention_of(s), s.seconds)
+            for s in samples
+            if s.backward == backward and (s.window is not None) == windowed
+        ]
         return self._surface(operations, self._device.attention.floor_s, SLOPE)
 
     def _surface(
