@@ -98,7 +98,7 @@ def _tell_of_network(turn: Turn, network: RankMap) -> None:
     """What placing ranks by switches gains, and which hosts nobody knows the switch of."""
     turn.act(
         Notify(
-            "ranks are placed by switches: in the order of names the bytes between nodes would take "
+            "ranks are placed by switches: in the order of names bytes between nodes would take "
             f"{network.gain:.2f} times as long, by the model of conflicts"
         )
     )

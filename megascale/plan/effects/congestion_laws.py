@@ -46,8 +46,6 @@ class Law(Protocol):
 
     def hear(self, heard: Feedback, sent: Floats, now_s: float) -> None: ...
 
-    def restart(self, flows: Flags) -> None: ...
-
 
 @dataclass(frozen=True)
 class DcqcnConstants:
@@ -81,13 +79,6 @@ class Dcqcn:
     def wanted(self, under_way: Floats) -> Floats:
         del under_way
         return self.rate * self._settings.step_s
-
-    def restart(self, flows: Flags) -> None:
-        """A new connection begins at line rate."""
-        self.rate[flows] = self._target[flows] = self._line
-        self._alpha[flows] = 1.0
-        self._bytes[flows] = 0.0
-        self._timed[flows] = self._counted[flows] = 0
 
     def hear(self, heard: Feedback, sent: Floats, now_s: float) -> None:
         c = self._c
@@ -149,10 +140,6 @@ class Hybrid:
     def wanted(self, under_way: Floats) -> Floats:
         settings = self._settings
         return np.clip(self.window - under_way, 0.0, settings.step_bytes)
-
-    def restart(self, flows: Flags) -> None:
-        self.window[flows] = self._settings.window_bytes
-        self._alpha[flows] = 1.0
 
     def hear(self, heard: Feedback, sent: Floats, now_s: float) -> None:
         del sent
