@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import numpy as np
+import numpy.typing as npt
 
 from megascale.plan.case import Case
 from megascale.plan.closed_form import DataPieces, StepPieces, combine
@@ -49,26 +50,32 @@ def estimate_of(case: Case, parts: dict[str, float], peak_tflops: float) -> Esti
 
 
 def pieces_of(case: Case, prices: StepPrices) -> StepPieces:
-    """Every stage, and the hops of the others."""
+    """Every stage, and what a micro-batch passes on the others."""
     layout, software = case.layout, case.software
     p = layout.pipeline
     stages = [range(s, layout.num_chunks, p) for s in range(p)]
-    busy = [_stage_spent(prices, chunks) for chunks in stages]
-    hops = [[hop_s(case, prices.chunks[chunk]) for chunk in chunks] for chunks in stages]
-    head_s = 0.0 if prices.head is None else hop_s(case, prices.head)
-    others = [
-        sum(hops[j][0] for j in range(k)) + sum(hops[j][-1] for j in range(k + 1, p)) + head_s
-        for k in range(p)
-    ]
-    first = prices.chunks[0]
+    spent = [_stage_spent(prices, chunks) for chunks in stages]
+    ways = [[way_s(prices.chunks[chunk]) for chunk in chunks] for chunks in stages]
+    weights = [[weight_s(prices.chunks[chunk]) for chunk in chunks] for chunks in stages]
+    heads = (0.0, 0.0) if prices.head is None else (way_s(prices.head), weight_s(prices.head))
+    whole = halves_of(case) == "whole"
+    held = [prices.chunks[chunk] for chunk in stages[0]]
+    every = [*ways, *(weights if whole else [])]
     return StepPieces(
         pipeline=p,
         virtual=layout.virtual,
         micro_batches=case.micro_batches,
-        busy=np.array([[getattr(s, f.name) for s in busy] for f in fields(Spent)]),
-        hops_s=np.array(others) if p > 1 else np.zeros(1),
-        forward_s=first.forward.total_s,
-        backward_s=first.backward.total_s,
+        busy=np.array([[getattr(s, f.name) for s in spent] for f in fields(Spent)]),
+        ways_s=_of_others(ways, heads[0]),
+        weights_s=_of_others(weights, heads[1]),
+        round_s=sum(map(sum, every)),
+        forward_s=held[0].forward.total_s,
+        backward_s=held[0].backward.total_s,
+        stage_forward_s=sum(chunk.forward.total_s for chunk in held),
+        stage_backward_s=sum(chunk.backward.total_s for chunk in held),
+        whole=whole,
+        zero_bubble=SCHEDULES[layout.schedule].splits_backward,
+        joined=layout.join_weight_gradients,
         transfer_s=max(prices.transfer_s),
         transfer_slow_down=prices.transfer_slow_down,
         coupled=software.transfers == "coupled",
@@ -83,13 +90,31 @@ def pieces_of(case: Case, prices: StepPrices) -> StepPieces:
     )
 
 
-def hop_s(case: Case, chunk: ChunkPrices) -> float:
-    """What a micro-batch needs to get past a chunk and its gradient back: `closed_form.py`."""
-    way = chunk.forward.total_s + chunk.recompute.total_s + chunk.backward_input.total_s
-    weight_s = chunk.backward_weight.total_s
-    if SCHEDULES[case.layout.schedule].splits_backward:
-        return max(0.0, way - weight_s)
-    return way + weight_s if halves_of(case) == "whole" else way
+def _of_others(chunks: list[list[float]], head_s: float) -> npt.NDArray[np.float64]:
+    """Of each stage: one chunk of every other one, the first of those in front, the last of those
+    behind; and a shared head."""
+    p = len(chunks)
+    if p == 1:
+        return np.zeros(1)
+    return (
+        np.array(
+            [
+                sum(chunks[j][0] for j in range(k)) + sum(chunks[j][-1] for j in range(k + 1, p))
+                for k in range(p)
+            ]
+        )
+        + head_s
+    )
+
+
+def way_s(chunk: ChunkPrices) -> float:
+    """What a micro-batch needs to get past a chunk, and its gradient back."""
+    return chunk.forward.total_s + chunk.recompute.total_s + chunk.backward_input.total_s
+
+
+def weight_s(chunk: ChunkPrices) -> float:
+    """Of the weights' half."""
+    return chunk.backward_weight.total_s
 
 
 def _stage_spent(prices: StepPrices, chunks: range) -> Spent:

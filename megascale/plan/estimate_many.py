@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from megascale.plan.columns import (
     Table,
 )
 from megascale.plan.effects.effects import NO_EFFECTS, Effects
-from megascale.plan.estimate import data_pieces, hop_s
+from megascale.plan.estimate import data_pieces, way_s, weight_s
 from megascale.plan.machine.cluster import Cluster
 from megascale.plan.prices import ChunkPrices, Spent
 from megascale.plan.pricing import (
@@ -41,6 +42,7 @@ from megascale.plan.pricing import (
     transfer_seconds,
     update_seconds,
 )
+from megascale.plan.schedules import SCHEDULES
 from megascale.plan.work.shape import rank_shape
 
 _SPENT = tuple(field.name for field in fields(Spent))
@@ -74,38 +76,55 @@ def estimate_many(
 
 def _pieces(table: Table, cluster: Cluster, effects: Effects) -> StepPieces:
     p, v = table.pipeline, table.virtual
-    layer = table.by(LAYER, lambda case: _layer_row(case, cluster, effects))
+    layer = _Rows(table.by(LAYER, lambda case: _layer_row(case, cluster, effects)))
     ends = table.by(END, lambda case: _end_rows(case, cluster, effects))
-    embedding, last, head = ends
+    embedding, last, head = (_Rows(rows) for rows in ends)
     one = p == 1
     base, larger = np.divmod(table.job.model.num_layers, p * v)
     in_first = v * base + np.clip(-(-larger // p), 0, v)
     in_last = v * base + np.clip(-((p - 1 - larger) // p), 0, v)
-    spent = slice(0, len(_SPENT))
-    busy_first = in_first * layer[spent] + embedding[spent] + head[spent] + one * last[spent]
-    busy_last = in_last * layer[spent] + last[spent] + head[spent] + one * embedding[spent]
+    busy_first = in_first * layer.spent + embedding.spent + head.spent + one * last.spent
+    busy_last = in_last * layer.spent + last.spent + head.spent + one * embedding.spent
     before_last = (p - 1) * base + np.minimum(larger, p - 1)
     behind_first = (p - 1) * base + np.clip(larger - (v - 1) * p - 1, 0, p - 1)
-    hop = layer[-1]
-    first_chunk = base + (larger > 0)
-    forward, backward = (
-        first_chunk * layer[i] + embedding[i] + one * last[i]
-        for i in (len(_SPENT), len(_SPENT) + 1)
+
+    def of_others(name: str) -> Floats:
+        of_layer, *of_ends = (getattr(rows, name) for rows in (layer, embedding, last, head))
+        behind = behind_first * of_layer + of_ends[1] + of_ends[2]
+        before = before_last * of_layer + of_ends[0] + of_ends[2]
+        return np.where(one, 0.0, np.stack([behind, before]))
+
+    def of_first(name: str, layers: Any) -> Floats:
+        of_layer, *of_ends = (getattr(rows, name) for rows in (layer, embedding, last))
+        return np.asarray(layers * of_layer + of_ends[0] + one * of_ends[1])
+
+    joined = table.join_weight_gradients
+    zero_bubble = layer.zero_bubble.astype(bool)
+    whole = ~zero_bubble & (joined == 1)
+    way, weight = (
+        table.job.model.num_layers * getattr(layer, name)
+        + getattr(embedding, name)
+        + getattr(last, name)
+        for name in ("way", "weight")
     )
-    hops_first = behind_first * hop + last[-1] + head[-1]
-    hops_last = before_last * hop + embedding[-1] + head[-1]
-    placed = ("tensor", "pipeline", "data", "micro_batch_size")
     updates = table.by(CUT, lambda case: _update_row(case, cluster, effects))
     return StepPieces(
         pipeline=p,
         virtual=v,
         micro_batches=table.micro_batches,
         busy=np.stack([busy_first, busy_last], axis=1),
-        hops_s=np.where(one, 0.0, np.stack([hops_first, hops_last])),
-        forward_s=forward,
-        backward_s=backward,
-        transfer_s=table.by(placed, lambda case: _transfer(case, cluster, effects)),
-        transfer_slow_down=table.by(placed, lambda case: _slow_down(case, cluster)),
+        ways_s=of_others("way"),
+        weights_s=of_others("weight"),
+        round_s=way + np.where(whole, weight, 0.0),
+        forward_s=of_first("forward", base + (larger > 0)),
+        backward_s=of_first("backward", base + (larger > 0)),
+        stage_forward_s=of_first("forward", in_first),
+        stage_backward_s=of_first("backward", in_first),
+        whole=whole,
+        zero_bubble=zero_bubble,
+        joined=joined,
+        transfer_s=table.by(_PLACED, lambda case: _transfer(case, cluster, effects)),
+        transfer_slow_down=table.by(_PLACED, lambda case: _slow_down(case, cluster)),
         coupled=table.software.transfers == "coupled",
         data=_data(table, cluster, effects),
         zero_stage=table.zero_stage,
@@ -121,6 +140,22 @@ def _pieces(table: Table, cluster: Cluster, effects: Effects) -> StepPieces:
     )
 
 
+_PLACED = ("tensor", "pipeline", "data", "micro_batch_size")
+_TIMES = ("forward", "backward", "way", "weight", "zero_bubble")
+
+
+class _Rows:
+    """What `_row` gives, of all layouts: `spent` [5, layouts] and _TIMES [layouts]."""
+
+    spent: Floats
+    zero_bubble: Floats
+
+    def __init__(self, rows: Floats) -> None:
+        self.spent = rows[: len(_SPENT)]
+        for name, row in zip(_TIMES, rows[len(_SPENT) :], strict=True):
+            setattr(self, name, row)
+
+
 def _layer_row(case: Case, cluster: Cluster, effects: Effects) -> list[float]:
     prices = layer_prices(pricer_of(case, cluster, effects), rank_shape(case))
     return _row(case, prices)
@@ -134,10 +169,11 @@ def _end_rows(case: Case, cluster: Cluster, effects: Effects) -> list[list[float
 
 
 def _row(case: Case, prices: ChunkPrices) -> list[float]:
-    """Spent parts of a micro-batch, then forward, backward, and the hop."""
+    """Spent parts of a micro-batch, then _TIMES."""
     spent = prices.forward + prices.backward
-    parts = [getattr(spent, name) for name in _SPENT]
-    return [*parts, prices.forward.total_s, prices.backward.total_s, hop_s(case, prices)]
+    zero_bubble = float(SCHEDULES[case.layout.schedule].splits_backward)
+    times = prices.forward.total_s, prices.backward.total_s, way_s(prices), weight_s(prices)
+    return [*(getattr(spent, name) for name in _SPENT), *times, zero_bubble]
 
 
 def _update_row(case: Case, cluster: Cluster, effects: Effects) -> list[float]:
