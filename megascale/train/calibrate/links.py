@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megascale.flux.arena import Arena
+from megascale.flux.machine import why_not_fused
 from megascale.flux.timing import EagerTimer, HostTimer, Run, medians
 from megascale.plan.machine.samples import CollectiveSample, OverlapSample
 from megascale.plan.work.operations import Transfer
@@ -56,6 +58,27 @@ def measure_collectives(
         for name, ms in medians(times, group).items():
             samples.append(_sample(Transfer(name), num_ranks, 2 * elements, "nvlink", ms / 1e3))
     return samples
+
+
+def measure_copy_engines(
+    sizes: Iterable[int], group: dist.ProcessGroup, device: torch.device
+) -> list[CollectiveSample]:
+    """Every rank pushes to the next through symmetric memory, all at once: no SM is used."""
+    if device.type != "cuda" or why_not_fused(group, device):
+        return []
+    arena = Arena.of(group, device)
+    largest = max(sizes)
+    source = torch.zeros(largest, dtype=torch.uint8, device=device)
+    times: dict[str, list[float]] = {}
+    with arena.turn(largest) as slot:
+        peer = slot.data[(group.rank() + 1) % group.size()]
+        for num_bytes in sizes:
+            probe = EagerTimer(group).prepare(partial(peer[:num_bytes].copy_, source[:num_bytes]))
+            times[str(num_bytes)] = [probe() for _ in range(ROUNDS)]
+    return [
+        _sample(Transfer.SEND, group.size(), int(num_bytes), "copy_engine", ms / 1e3)
+        for num_bytes, ms in medians(times, group).items()
+    ]
 
 
 def _sample(
@@ -105,8 +128,8 @@ def _check(name: str, got: Tensor, expected: Tensor) -> None:
 
 
 def measure_overlap(group: dist.ProcessGroup | None, device: torch.device) -> list[OverlapSample]:
-    """A product and a transfer beside it, against each alone: copies to the host, to the device
-    itself, and NCCL where there are peers."""
+    """A product and a transfer beside it, against each alone: a copy to the host, and where there
+    are peers NCCL and a copy engine's push."""
     if device.type != "cuda":
         return []
     size = 8192
@@ -119,10 +142,14 @@ def measure_overlap(group: dist.ProcessGroup | None, device: torch.device) -> li
     if group is not None:
         gathered = torch.empty(num_bytes * group.size(), dtype=torch.uint8, device=device)
         transfers["nvlink"] = lambda: dist.all_gather_into_tensor(gathered, source, group=group)
-    return [
-        _side_by_side(lambda: torch.mm(x, w, out=y), name, run, device)
-        for name, run in transfers.items()
-    ]
+    product = partial(torch.mm, x, w, out=y)
+    samples = [_side_by_side(product, name, run, device) for name, run in transfers.items()]
+    if group is not None and not why_not_fused(group, device):
+        with Arena.of(group, device).turn(num_bytes) as slot:
+            peer = slot.data[(group.rank() + 1) % group.size()]
+            push = partial(peer[:num_bytes].copy_, source)
+            samples.append(_side_by_side(product, "copy_engine", push, device))
+    return samples
 
 
 def _side_by_side(compute: Run, name: str, transfer: Run, device: torch.device) -> OverlapSample:

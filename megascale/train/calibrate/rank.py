@@ -49,6 +49,7 @@ def measure(grid: Grid, budget: Budget, say: Callable[[str], None]) -> Samples:
     if group is not None:
         say(f"collectives of {group.size()} ranks")
         collectives = links.measure_collectives(grid.transfer_bytes, group, device)
+        collectives += links.measure_copy_engines(grid.transfer_bytes, group, device)
     say("transfers beside products")
     overlap = links.measure_overlap(group, device)
     say("matrix products")
