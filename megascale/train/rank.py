@@ -19,6 +19,7 @@ from megascale.telemetry.recorder import Recorder
 from megascale.topology import Mesh
 from megascale.train.agreement import check_agreement
 from megascale.train.assemble import Assembly, assemble
+from megascale.train.auto_layout import agree_on_layout, is_open
 from megascale.train.loop import Loop
 from megascale.train.memory_reports import MemoryReports
 from megascale.train.recording import open_recorder
@@ -50,7 +51,8 @@ def run_rank(
 
     around  entered when the rank is built and left after its loop: what a bench does beside it
     """
-    mesh = config.mesh(rank.world_size)
+    if not is_open(config):
+        config.mesh(rank.world_size)  # refused before anybody is waited for
     device = pick_device(config, rank)
     folder = RunFolder(config.job.run_dir)
     if config.debug.deterministic:
@@ -65,7 +67,10 @@ def run_rank(
             init_method=f"tcp://{host}:{port}",
             start=rank.start,
         )
+        if is_open(config):
+            config = agree_on_layout(config, rank, resume=resume)
         check_agreement(config)
+    mesh = config.mesh(rank.world_size)
     failed = True
     try:
         with open_recorder(config, rank, mesh, device, folder, hooks) as recorder:

@@ -7,6 +7,7 @@
     checkpoints/       step-N folders                logs/        output of local ranks
     tokenizer.json     (and tokenizer_config.json) copied from the data, so that the folder alone
                        can generate and export
+    layout.json        with parallelism.layout = "auto": what was chosen, from how many, and why
     last_checkpoint.json  step of the newest commit: a resume that finds none is refused
     lock               held by rank 0 as long as it lives (`run_lock.py`); names host and process
 

@@ -1,8 +1,8 @@
 """`megascale train`: check everything that can be checked, then become ranks.
 
 A command line without a launcher's variables is the parent: it checks the configuration, the data
-and the run folder, and starts N ranks (or becomes the only one). Under torchrun's or srun's
-variables the same command line is one rank.
+and the run folder, chooses the layout where it is asked to, and starts N ranks (or becomes the only
+one). Under torchrun's or srun's variables the same command line is one rank.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from megascale.config import RunConfig, load_config
 from megascale.env import RankEnvironment, agent_environment, rank_environment
 from megascale.errors import CheckpointError, ConfigError, MegascaleError
 from megascale.plan.describe import describe
+from megascale.plan.search.auto import predict, predicted
+from megascale.train import auto_layout
 from megascale.train.corpus import resolve_vocabulary
 from megascale.train.devices import check_devices_can
 from megascale.train.launch import launch_local, record_failure
-from megascale.train.placed import placed
+from megascale.train.placed import placed, preview
 from megascale.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -46,10 +48,8 @@ def start_training(
     rank = rank_environment()
     recipe, overrides = _resolve_run_folder(recipe, overrides)
     config = load_config(recipe, overrides)
-    if dry_run:  # needs the data for nothing but a vocabulary that the recipe leaves out
-        sized = config if config.model.vocab_size else resolve_vocabulary(config)
-        check_devices_can(sized, nproc or rank.world_size)
-        _print_plan(sized, nproc or rank.world_size)
+    if dry_run:
+        _print_plan(config, nproc or rank.world_size, resume=resume)
         return
     config = resolve_vocabulary(config)
     folder = RunFolder(config.job.run_dir)
@@ -60,12 +60,18 @@ def start_training(
                     f"{option} {value} was given to a rank that {rank.launcher} started; "
                     "leave it out"
                 )
-        check_devices_can(config, rank.world_size)
-        become_rank(config, placed(config, rank), resume=resume)
+        if rank.world_size == 1:
+            config, _ = _with_layout(config, 1, resume=resume)
+        if not auto_layout.is_open(config):  # else when the ranks have met (`rank.py`)
+            check_devices_can(config, rank.world_size)
+        rank = placed(config, rank, layout_is_open=auto_layout.is_open(config))
+        become_rank(config, rank, resume=resume)
         return
     num_ranks = nproc or 1
-    check_devices_can(config, num_ranks)
     folder.check(resume=resume)
+    config, chosen = _with_layout(config, num_ranks, resume=resume)
+    overrides = [*overrides, *chosen]
+    check_devices_can(config, num_ranks)
     _check_initial_weights(config)
     if num_ranks == 1:
         become_rank(config, rank, resume=resume)
@@ -85,6 +91,16 @@ def _resolve_run_folder(recipe: Path, overrides: Sequence[str]) -> tuple[Path, l
     return RunFolder(recipe).config_file, [*here, *overrides]  # the last one wins
 
 
+def _with_layout(config: RunConfig, num_ranks: int, *, resume: bool) -> tuple[RunConfig, list[str]]:
+    """The configuration with a layout, and the overrides that make it where it was chosen."""
+    if not auto_layout.is_open(config):
+        return config, []
+    resolved = auto_layout.choose(config, num_ranks, resume=resume)
+    typer.echo(resolved.told)
+    auto_layout.keep(resolved, RunFolder(config.job.run_dir))
+    return resolved.config, resolved.overrides
+
+
 def _check_initial_weights(config: RunConfig) -> None:
     """What needs no torch; the ranks look into the folder."""
     source = config.checkpoint.initial_load_path
@@ -99,9 +115,24 @@ def _flags(overrides: Sequence[str]) -> list[str]:
     return [argument for override in overrides for argument in ("--set", override)]
 
 
-def _print_plan(config: RunConfig, world_size: int) -> None:
-    typer.echo(config.model_dump_json(indent=2))
-    typer.echo(str(describe(config, world_size)))
+def _print_plan(config: RunConfig, world_size: int, *, resume: bool) -> None:
+    """A dry run; it needs the data for nothing but a vocabulary that the recipe leaves out."""
+    sized = config if config.model.vocab_size else resolve_vocabulary(config)
+    cluster = config.parallelism.cluster
+    told = None
+    if auto_layout.is_open(sized):
+        resolved = auto_layout.choose(sized, world_size, resume=resume)
+        sized, told = resolved.config, resolved.told
+    check_devices_can(sized, world_size)
+    description = str(describe(sized, world_size))
+    if told is None and cluster:
+        told = predicted(predict(sized, world_size, cluster), cluster)
+    typer.echo(sized.model_dump_json(indent=2))
+    typer.echo(description)
+    if told is not None:
+        typer.echo(told)
+    if config.cluster.topology:
+        typer.echo(preview(sized, world_size))
 
 
 def become_rank(

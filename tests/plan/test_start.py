@@ -155,9 +155,9 @@ REFUSED: list[tuple[list[str], dict[str, Any], str]] = [
     ([], {"price": 2.0}, "without --tokens"),
     ([], {"price": -1.0, "tokens": 1e9}, "a price is a number, 0 or more"),
     ([], {"report": Path("no/such/folder/out.html")}, "no/such/folder does not exist; make it"),
-    (["training.global_batch_size=1"], {"max_tensor": 2}, "of 1 sequence fills 8 GPUs: .* of 4"),
+    (["training.global_batch_size=1"], {"max_tensor": 2}, "of 1 sequence fills 8 devices: .* of 4"),
     (["model.num_heads=7", "model.head_dim=64", "model.num_kv_heads=7",
-      "training.global_batch_size=3"], {}, "7 heads .* legal: a global batch of 8, or 3 GPUs"),
+      "training.global_batch_size=3"], {}, "7 heads .* legal: a global batch of 8, or 3 devices"),
     (["model.vocab_size=null", "model.preset=null"], {}, "model.vocab_size is not known"),
 ]  # fmt: skip
 

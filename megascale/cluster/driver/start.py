@@ -16,6 +16,7 @@ from typing import Any
 from megascale.cluster.backends import check_backend
 from megascale.cluster.driver.address import check_address
 from megascale.cluster.driver.journal import is_unfinished
+from megascale.cluster.driver.layout import with_layout
 from megascale.cluster.driver.program import Groups, Program
 from megascale.cluster.driver.session import FOLDER, Job, run
 from megascale.cluster.driver.takeover import check_same_start, settings_of
@@ -88,8 +89,9 @@ def run_job(
     port: int = 0,
 ) -> int:
     """The verb with a recipe. Raises MegascaleError with what the user should read."""
-    config = load_config(recipe, overrides)
-    config.mesh(nodes * procs_per_node)
+    num_ranks = nodes * procs_per_node
+    config, overrides = with_layout(recipe, overrides, num_ranks, are_ranks_here=backend == "local")
+    config.mesh(num_ranks)
     run_dir = Path(config.job.run_dir).absolute()
     _check_folder(run_dir, resume=resume)
     cluster = config.cluster

@@ -17,8 +17,8 @@ def check_whole_nodes(num_devices: int, devices_per_node: int) -> None:
         return
     below = num_devices // devices_per_node * devices_per_node
     raise ConfigError(
-        f"{num_devices} GPUs are not whole nodes of {devices_per_node}; nearest legal: {below} or "
-        f"{below + devices_per_node} (up to {devices_per_node}, any number)"
+        f"{num_devices} devices are not whole nodes of {devices_per_node}; nearest legal: {below} "
+        f"or {below + devices_per_node} (up to {devices_per_node}, any number)"
     )
 
 
@@ -42,12 +42,12 @@ def no_legal_layout(
     if grown:
         choices.append(f"a global batch of {' or '.join(map(str, grown))}")
     if moved:
-        choices.append(f"{' or '.join(map(str, moved))} GPUs")
+        choices.append(f"{' or '.join(map(str, moved))} devices")
     raised = f"nearest legal: {', or '.join(choices)}" if choices else "no other number helps"
     return ConfigError(
         f"no layout of {job.model.num_layers} layers, {job.model.num_heads} heads "
-        f"({job.model.kv_heads} for keys and values) and a batch {told} fills {num_devices} GPUs: "
-        "data parallelism times the micro-batch must divide the batch and leave as many "
+        f"({job.model.kv_heads} for keys and values) and a batch {told} fills {num_devices} "
+        "devices: data parallelism times the micro-batch must divide the batch and leave as many "
         f"micro-batches as stages, tensor parallelism (at most {max_tensor}) must divide the heads "
         f"and the MLP's width, and a stage needs a layer; {raised}"
     )

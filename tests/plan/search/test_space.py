@@ -141,7 +141,7 @@ def test_taking_keeps_columns_together() -> None:
 def test_uneven_nodes_are_refused_with_the_nearest() -> None:
     check_whole_nodes(3, 8)
     check_whole_nodes(64, 8)
-    with pytest.raises(ConfigError, match=r"100 GPUs are not whole nodes of 8; .*: 96 or 104"):
+    with pytest.raises(ConfigError, match=r"100 devices are not whole nodes of 8; .*: 96 or 104"):
         check_whole_nodes(100, 8)
 
 
@@ -149,8 +149,8 @@ def test_the_nearest_batch_and_number_are_named() -> None:
     job = Job(ModelConfig(**TINY), 5, 32)
     assert len(legal_layouts(job, 7)) == 0
     error = no_legal_layout(job, 7, max_tensor=8, batch_sizes=(), devices_per_node=8)
-    assert "a batch of 5 sequences fills 7 GPUs" in str(error)
-    assert str(error).endswith("nearest legal: a global batch of 7, or 6 or 8 GPUs")
+    assert "a batch of 5 sequences fills 7 devices" in str(error)
+    assert str(error).endswith("nearest legal: a global batch of 7, or 6 or 8 devices")
     for batch in range(1, 16):
         other = Job(job.model, batch, 32)
         for gpus in range(1, 10):
@@ -161,4 +161,4 @@ def test_the_nearest_number_is_of_whole_nodes() -> None:
     job = Job(ModelConfig(**TINY), 6, 32)
     assert len(legal_layouts(job, 104)) == 0
     error = no_legal_layout(job, 104, max_tensor=8, batch_sizes=(), devices_per_node=8)
-    assert str(error).endswith("nearest legal: a global batch of 52, or 8 GPUs")
+    assert str(error).endswith("nearest legal: a global batch of 52, or 8 devices")
