@@ -12,6 +12,9 @@ trip is above a target, once a round trip, and else grows by a packet a round tr
 the marks: after the first of a base round trip the window falls by alpha / 2, alpha being the
 moving share of marked packets, without waiting until the queue shows in the round trip. A window
 bounds what is under way, whatever the signals do.
+
+Constants are those of the papers from memory, not checked against their text; what is ours says
+"chosen". Flows begin at line rate, and with a window that fills the link.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ class Law(Protocol):
 
 @dataclass(frozen=True)
 class DcqcnConstants:
-    """Of Zhu et al., table 14 and section 5; rates scaled with the link from its 40 Gb/s."""
+    """Of Zhu et al.; rates scaled with the link from its 40 Gb/s."""
 
     gain: float = 1 / 256
     notice_s: float = 50e-6  # one notification a flow
@@ -115,7 +118,7 @@ class Dcqcn:
 
 @dataclass(frozen=True)
 class HybridConstants:
-    """Swift's (Kumar et al., section 3) but for the target, which is chosen with the link."""
+    """Swift's (Kumar et al.) but for the target, which is chosen with the link."""
 
     target_queue_s: float = 12e-6  # chosen: above the base round trip
     beta: float = 0.8

@@ -6,9 +6,9 @@ counts what came in and has not left; above a share of the free buffer it pauses
 whose flows then stop, wherever they go: that is head-of-line blocking. The pause reaches the sender
 one propagation later, and what was under way is held by headroom. So nothing is ever dropped.
 
-Constants: source or "chosen". Marking and pausing thresholds after Zhu et al. (SIGCOMM 2015, table
-14 and section 4), bytes scaled with the link from its 40 Gb/s; buffer of the order of a chip of
-25.6 Tb/s, as the paper's (MegaScale 3.6).
+Constants: source or "chosen". Marking and pausing thresholds after Zhu et al. (SIGCOMM 2015, from
+memory), bytes scaled with the link from its 40 Gb/s; buffer of the order of a chip of 25.6 Tb/s, as
+the paper's (MegaScale 3.6).
 """
 
 from __future__ import annotations
