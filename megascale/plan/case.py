@@ -84,6 +84,8 @@ class Software:
                           GEMM hide beside it (Megatron-LM at 285068c8, our reference form);
                           chunked: also inside their GEMMs, cut in chunks (MegaScale 3.2); fused:
                           in tiles (Flux)
+    copy_engines          chunks travel by copies between peers of a node, own rows first (ours), or
+                          False: by the collective library, all ranks' rows of a chunk at once
     transfers             pipeline sends and receives decoupled, or paired (MegaScale 3.2)
     synchronises          the host waits for the device after each paired exchange (Megatron-LM)
     overlap_grad_reduce   DP reduce-scatter under the backward below
@@ -98,6 +100,7 @@ class Software:
 
     sequence_parallel: bool = True
     tensor_overlap: TensorOverlap = "fused"
+    copy_engines: bool = True
     transfers: Literal["decoupled", "coupled"] = "decoupled"
     synchronises: bool = False
     overlap_grad_reduce: bool = True

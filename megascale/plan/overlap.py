@@ -6,15 +6,17 @@ How a transfer meets a matrix product (`Software.tensor_overlap`):
 |---|---|---|
 | none | nothing | the sum |
 | backward | what is independent of the product | side by side, each slowed by the other |
-| chunked (MegaScale Figure 3c) | its own operand or result too | chunks: a pipeline of two stages |
+| chunked, by collectives (MegaScale Figure 3c) | also its operand or result | a pipeline |
+| chunked, by copy engines (`flux/*/chunked.py`) | the same | side by side, in pieces |
 | fused (Flux) | the same | side by side, and the last tile's transfer (the first's) |
 
-Side by side, compute is slowed by sigma and a transfer by rho, while both run and no longer. In a
-node, chunks and tiles travel by copy engines, as the paper's "Copy A0" and `flux/` do, and what is
-reduced is summed by a pass of its own; whole collectives are NCCL's. Chunks are priced at their own
-size, so that many small ones pay their products' lower rate and each transfer's latency; the
-program takes the number of chunks that is fastest, one of them being one, as its tuner does. That
-number is the same for product and transfer.
+Side by side, compute is slowed by sigma and a transfer by rho, while both run and no longer.
+By collectives, a chunk is some rows of every rank: the first gather or the last reduction is
+exposed, and the program takes the number of chunks that is fastest, one of them being one. By copy
+engines, a piece is the rows of some ranks, the own ones first (last), then twice as many each time:
+nothing is exposed that is shorter than the product, but for the sum of what was received. Pieces
+are priced at their own size, so that small ones pay their lower rate. No form is taken that is
+slower than product and transfer one after the other.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from dataclasses import dataclass, replace
 
 from megascale.plan.case import TensorOverlap
 from megascale.plan.effects.effects import NO_EFFECTS, Effects
-from megascale.plan.machine.cluster import Cluster
+from megascale.plan.machine.cluster import Cluster, LinkName
 from megascale.plan.machine.groups import GroupShape, group_shape
 from megascale.plan.prices import Spent
 from megascale.plan.work.operations import (
@@ -52,6 +54,7 @@ class Pricer:
     mesh: Mesh
     tensor_overlap: TensorOverlap = "fused"
     effects: Effects = NO_EFFECTS
+    copy_engines: bool = True
 
     def group(self, axis: Axis) -> GroupShape:
         return group_shape(self.mesh, axis, self.cluster.devices_per_node)
@@ -122,64 +125,78 @@ class Pricer:
     def _gemm(self, gemm: Gemm, under: list[Collective], beside: list[Collective]) -> Spent:
         """A product and the transfers that hide behind it; what they add is theirs."""
         alone_s = self.compute_s(gemm)
-        if not under and not beside:
+        transfers = [*under, *beside]
+        if not transfers:
             return Spent(gemm_s=alone_s)
+        both_s = self._in_chunks_s(gemm, under, beside, most=1)
+        local = not self.group(transfers[0].axis).crosses_nodes
         if self.tensor_overlap == "fused":
-            both_s = self._fused_s(alone_s, gemm, under, beside)
-        else:
-            both_s = self._chunked_s(gemm, under, beside, CHUNKS[-1] if self._cuts else 1)
+            both_s = min(both_s, self._in_tiles_s(alone_s, gemm, under, beside, local))
+        elif self.tensor_overlap == "chunked" and self.copy_engines and local:
+            both_s = min(both_s, self._in_pieces_s(gemm, under, beside))
+        elif self.tensor_overlap == "chunked":
+            both_s = min(both_s, self._in_chunks_s(gemm, under, beside))
         return Spent(gemm_s=alone_s, tensor_s=both_s - alone_s)
 
-    def _fused_s(
-        self, gemm_s: float, gemm: Gemm, under: list[Collective], beside: list[Collective]
+    def _in_tiles_s(
+        self,
+        gemm_s: float,
+        gemm: Gemm,
+        under: list[Collective],
+        beside: list[Collective],
+        local: bool,
     ) -> float:
-        """In tiles: one kernel, or copies beside it; where that is slower, one after the other."""
-        transfers = [*under, *beside]
-        local = not self.group(transfers[0].axis).crosses_nodes
-        moving_s = sum(self.transfer_s(c, copy_engine=local) for c in transfers)
-        sigma, rho = self._slow_downs(transfers[0], copies=local)
-        tile = min(1.0, TILE_ROWS * self.group(transfers[0].axis).ranks / gemm.rows)
+        """One kernel, or copies beside it."""
+        group = self.group([*under, *beside][0].axis)
+        tile = min(1.0, TILE_ROWS * group.ranks / gemm.rows)
         last_s = max((self.transfer_s(c, share=tile, copy_engine=local) for c in under), default=0)
-        tiled_s = side_by_side(gemm_s, moving_s, sigma, rho) + last_s + self._sums_s(under, local)
-        return min(tiled_s, self._chunked_s(gemm, under, beside, 1))
+        return self._beside_s(gemm_s, [*under, *beside], copy_engine=local) + last_s
 
-    def _chunked_s(
-        self, gemm: Gemm, under: list[Collective], beside: list[Collective], most: int
+    def _in_pieces_s(self, gemm: Gemm, under: list[Collective], beside: list[Collective]) -> float:
+        """Copy engines: 1, 1, 2, 4, ... ranks' rows at a time; then the sum of what arrived."""
+        if not under:
+            return self._beside_s(self.compute_s(gemm), beside, copy_engine=True)
+        ranks = self.group(under[0].axis).ranks
+        own = -(-gemm.rows // ranks)
+        shards, size, left = [1], 1, ranks - 1
+        while left > 0:
+            shards.append(min(size, left))
+            size, left = 2 * size, left - size
+        gemm_s = sum(self.compute_s(replace(gemm, rows=own * count)) for count in shards)
+        sums = sum(c.num_bytes for c in under if c.transfer is not Transfer.ALL_GATHER)
+        sum_s = self.compute_s(MemoryPass("add", sums * (ranks + 1) / ranks)) if sums else 0.0
+        return self._beside_s(gemm_s, [*under, *beside], copy_engine=True) + sum_s
+
+    def _beside_s(self, gemm_s: float, transfers: list[Collective], *, copy_engine: bool) -> float:
+        """The transfers one after the other, beside a product."""
+        link = self.cluster.link_of(self.group(transfers[0].axis))
+        sigma, rho = self._slow_downs("copy_engine" if copy_engine else link)
+        moving_s = sum(self.transfer_s(c, copy_engine=copy_engine) for c in transfers)
+        return side_by_side(gemm_s, moving_s, sigma, rho)
+
+    def _slow_downs(self, link: LinkName) -> tuple[float, float]:
+        return self.cluster.slow_down(link), self.cluster.transfer_slow_down(link)
+
+    def _in_chunks_s(
+        self, gemm: Gemm, under: list[Collective], beside: list[Collective], most: int = CHUNKS[-1]
     ) -> float:
-        """In the number of chunks that is fastest, at most `most`. `beside` runs as it is, beside
-        all of them."""
-        local = not self.group([*under, *beside][0].axis).crosses_nodes
+        """In the number of chunks that is fastest. `beside` runs as it is, beside all of them."""
+        link = self.cluster.link_of(self.group([*under, *beside][0].axis))
+        sigma, rho = self._slow_downs(link)
+        besides_s = sum(self.transfer_s(c) for c in beside)
         best = float("inf")
         for count in CHUNKS:
             if count > most or (count > 1 and gemm.rows < count * TILE_ROWS):
                 break
-            copies = local and count > 1
-            sigma, rho = self._slow_downs([*under, *beside][0], copies=copies)
             chunk_s = self.compute_s(replace(gemm, rows=-(-gemm.rows // count)))
-            moving_s = sum(self.transfer_s(c, share=1.0 / count, copy_engine=copies) for c in under)
-            besides_s = sum(self.transfer_s(c, copy_engine=copies) for c in beside)
-            piped_s = chunk_s + moving_s + self._sums_s(under, copies)
+            moving_s = sum(self.transfer_s(c, share=1.0 / count) for c in under)
+            piped_s = chunk_s + moving_s
             if count > 1:
                 piped_s += (count - 1) * side_by_side(chunk_s, moving_s, sigma, rho)
             busy_s = count * moving_s  # of the link that `beside` needs too
             spare_s = max(0.0, piped_s - busy_s)
             best = min(best, busy_s + side_by_side(spare_s, besides_s, sigma, rho))
         return best
-
-    def _slow_downs(self, collective: Collective, *, copies: bool) -> tuple[float, float]:
-        """Of compute beside the transfer, and of the transfer."""
-        link = "copy_engine" if copies else self.cluster.link_of(self.group(collective.axis))
-        return self.cluster.slow_down(link), self.cluster.transfer_slow_down(link)
-
-    def _sums_s(self, transfers: list[Collective], copies: bool) -> float:
-        """What copies bring of every rank is summed by a pass of its own."""
-        if not copies:
-            return 0.0
-        return sum(
-            self.compute_s(MemoryPass("sum", c.num_bytes * (1.0 + 1.0 / self.group(c.axis).ranks)))
-            for c in transfers
-            if c.transfer is not Transfer.ALL_GATHER
-        )
 
     def _launched(self, spent: Spent, part: Work) -> Spent:
         """What the device waits for the host, where launches take longer than the work."""

@@ -64,7 +64,10 @@ def price(case: Case, cluster: Cluster, effects: Effects = NO_EFFECTS) -> StepPr
 
 
 def pricer_of(case: Case, cluster: Cluster, effects: Effects = NO_EFFECTS) -> Pricer:
-    return Pricer(cluster, case.layout.mesh, case.software.tensor_overlap, effects)
+    software = case.software
+    return Pricer(
+        cluster, case.layout.mesh, software.tensor_overlap, effects, software.copy_engines
+    )
 
 
 def layer_prices(pricer: Pricer, shape: RankShape) -> ChunkPrices:

@@ -29,7 +29,7 @@ from megascale.plan.work.linear import (
     row_backward,
     row_forward,
 )
-from megascale.plan.work.operations import Work
+from megascale.plan.work.operations import MemoryPass, Work
 from megascale.plan.work.shape import RankShape, rank_shape
 
 
@@ -105,12 +105,16 @@ def _serial_backward(shape: RankShape) -> Backward:
 
 def _parallel_backward(shape: RankShape) -> Backward:
     bias = shape.model.bias == "all"
+    columns = shape.qkv + shape.ffn_in
+    # plain operators do not write their gradients in the places of `ops/column_split.py`
+    placed = (MemoryPass("copy", 2 * shape.column_bytes(columns), kernels=2),)
     return _joined(
         dropout(shape, backward=True),
         row_backward(shape, (("o", shape.query), ("fc2", shape.ffn)), bias=bias),
         activation_backward(shape),
         attention_backward(shape),
-        column_backward(shape, "in", shape.qkv + shape.ffn_in, bias=bias),
+        placed if shape.plain else (),
+        column_backward(shape, "in", columns, bias=bias),
         norm_backward(shape),
     )
 

@@ -66,10 +66,8 @@ def pair_forward(shape: RankShape, first: tuple[str, int], second: tuple[str, in
         shape.dtype_bytes,
     )
     gemm, *reduce = row_forward(shape, name, depth)
-    # accumulated by the second product, which reads what the first wrote; plain: an addition
-    passes, kernels = (3, 1) if shape.plain else (1, 0)
-    add = MemoryPass("add", passes * shape.hidden_bytes, kernels)
-    return (alone, gemm, add, *reduce)
+    # the second product is accumulated: it reads what the first wrote
+    return (alone, gemm, MemoryPass("add", shape.hidden_bytes, kernels=0), *reduce)
 
 
 def column_backward(shape: RankShape, name: str, columns: int, *, bias: bool) -> Backward:
