@@ -1,24 +1,30 @@
 """`megascale profile`: asks a live run for profiles of its next steps, and waits for them.
 
 The first step is as far ahead as ranks need to find the request: they look once a second, the
-newest step is known half a second late, and a step or two are under way. Ranks that did not answer
-by the deadline are named.
+newest step is known half a second late, and a step or two are under way. Where steps came faster
+than they did before, and ranks were past that step, they are asked again further ahead. Ranks that
+did not answer by the deadline are named.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from megascale.errors import ConfigError, DataError, LaunchError
 from megascale.events import Header, Step, parse_line
 from megascale.telemetry.requests import Answer, Request, read_answers, write_request
+from megascale.telemetry.shown import counted, named
 
 LEAD_S = 3.0
 _STEPS_UNDER_WAY = 2
+_STEPS_OF_PACE = 33
+_ATTEMPTS = 3
 _WAIT_S = 120.0  # beyond the steps themselves: starting a profiler, writing its file
 _LOOK_INTERVAL_S = 0.2
 _FIRST_STEP_S = 10.0  # of patience with a run that has just begun
@@ -55,28 +61,54 @@ def profile_run(
     say: Callable[[str], object] = print,
 ) -> None:
     """Ask, wait, and say where the files lie. LaunchError: a rank refused or did not answer."""
-    moment = when_it_steps(run_dir)
-    wanted = list(range(moment.world_size)) if ranks is None else sorted(set(ranks))
-    strangers = [rank for rank in wanted if not 0 <= rank < moment.world_size]
+    chosen = name or time.strftime(f"{what}-%Y%m%d-%H%M%S", time.gmtime())
+    lead_s, attempts = LEAD_S, 1 if first_step is not None else _ATTEMPTS
+    for attempt in range(1, attempts + 1):
+        moment = when_it_steps(run_dir)
+        wanted = _wanted(ranks, moment.world_size)
+        first = first_step or moment.step_ahead(lead_s)
+        asked = None if ranks is None else tuple(wanted)
+        this_name = chosen if attempt == 1 else f"{chosen}-{attempt}"
+        request = Request(this_name, what, first, num_steps, asked)
+        limit_s, answers = _ask(run_dir, request, moment, wanted, timeout_s, say)
+        late = [rank for rank in sorted(answers) if answers[rank].came_late]
+        if not late or attempt == attempts:
+            break
+        say(f"{named(late)} had begun step {first} before the request was found: asking again")
+        lead_s *= 2
+    _judge(run_dir, this_name, wanted, answers, limit_s)
+
+
+def _wanted(ranks: Sequence[int] | None, world_size: int) -> list[int]:
+    wanted = list(range(world_size)) if ranks is None else sorted(set(ranks))
+    strangers = [rank for rank in wanted if not 0 <= rank < world_size]
     if strangers:
         raise ConfigError(
-            f"ranks {strangers} are not of this run, which has ranks 0 to {moment.world_size - 1}"
+            f"ranks {strangers} are not of this run, which has ranks 0 to {world_size - 1}"
         )
-    first = first_step or moment.step_ahead()
-    chosen = name or time.strftime(f"{what}-%Y%m%d-%H%M%S", time.gmtime())
-    asked = None if ranks is None else tuple(wanted)
-    request = Request(chosen, what, first, num_steps, asked)
+    return wanted
+
+
+def _ask(
+    run_dir: Path,
+    request: Request,
+    moment: Moment,
+    wanted: Sequence[int],
+    timeout_s: float | None,
+    say: Callable[[str], object],
+) -> tuple[float, dict[int, Answer]]:
+    """(seconds that were waited at most, the answers)."""
     write_request(run_dir, request)
     say(
-        f"asked {len(wanted)} ranks for {what} of steps {first} to {request.last_step}; the newest "
-        f"step is {moment.step}, a step takes {moment.step_s:.3f} s"
+        f"asked {counted(len(wanted), 'rank')} for {request.what} of steps {request.first_step} to "
+        f"{request.last_step}; the newest step is {moment.step}, a step takes "
+        f"{moment.step_s:.3f} s"
     )
-    num_ahead = request.last_step - moment.step
-    limit_s = timeout_s or 2 * num_ahead * moment.step_s + _WAIT_S
-    answers = _wait(run_dir, chosen, wanted, limit_s)
+    limit_s = timeout_s or 2 * (request.last_step - moment.step) * moment.step_s + _WAIT_S
+    answers = _wait(run_dir, request.name, wanted, limit_s)
     for line in _places(run_dir, request, answers):
         say(line)
-    _judge(run_dir, chosen, wanted, answers, limit_s)
+    return limit_s, answers
 
 
 def when_it_steps(run_dir: Path) -> Moment:
@@ -100,10 +132,11 @@ def where_is(run_dir: Path) -> Moment:
             f"{run_dir} records nothing (there is no telemetry/rank_*.jsonl); give the folder of a "
             "run that trains with telemetry.enable = true"
         )
-    header = step = None
+    header, steps = None, list[Step]()
     for line in _lines_from_the_end(files[0]):
-        if step is None and b'"kind":"step"' in line:
-            step = parse_line(line)
+        if b'"kind":"step"' in line and len(steps) < _STEPS_OF_PACE:
+            event = parse_line(line)
+            steps += [event] if isinstance(event, Step) else []
         if b'"kind":"header"' in line:
             header = parse_line(line)
             break
@@ -111,9 +144,16 @@ def where_is(run_dir: Path) -> Moment:
         with files[0].open("rb") as file:
             line = file.readline()
         header = parse_line(line) if line.endswith(b"\n") else None
-    if not isinstance(step, Step) or not isinstance(header, Header):
+    if not steps or not isinstance(header, Header):
         raise NoStepYetError(f"{run_dir} has finished no step yet; ask again when it has")
-    return Moment(step.step, step.dur_ns / 1e9, header.world_size)
+    return Moment(steps[0].step, _pace_s(steps), header.world_size)
+
+
+def _pace_s(newest_first: Sequence[Step]) -> float:
+    """What a step takes, usually: one alone may have waited for a checkpoint, or for nobody."""
+    begun_ns = [step.t0_ns for step in newest_first]
+    between_ns = [after - before for after, before in itertools.pairwise(begun_ns)]
+    return median(between_ns or [newest_first[0].dur_ns]) / 1e9
 
 
 def _lines_from_the_end(path: Path) -> list[bytes]:

@@ -29,6 +29,7 @@ BY_NODES = ("monitor",)  # asked of nodes: ranks pass over it
 State = Literal["accepted", "done", "refused"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+_BEGUN = re.compile(r"step \d+ ha[sd] begun")
 _MOST_STEPS = 1000
 _KEYS = {"what", "first_step", "num_steps", "ranks"}
 
@@ -61,6 +62,11 @@ class Answer:
     path: str | None = None
     first_step: int | None = None
     last_step: int | None = None
+
+    @property
+    def came_late(self) -> bool:
+        """The rank had begun the first step when it found the request."""
+        return self.state == "refused" and bool(_BEGUN.match(self.why))
 
 
 def requests_folder(run_dir: Path) -> Path:

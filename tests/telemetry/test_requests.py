@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megascale.errors import ConfigError, DataError
+from megascale.errors import ConfigError, DataError, LaunchError
 from megascale.events import Step as StepEvent
 from megascale.events import Sums, run_header, to_line
 from megascale.telemetry.profiling import profile_run, where_is
@@ -97,6 +97,33 @@ def test_where_a_run_is(tmp_path: Path) -> None:
     assert (moment.step, moment.step_s, moment.world_size) == (40, 0.5, 4)
     # three seconds of lead are six steps, behind two that are under way
     assert moment.step_ahead() == 40 + 2 + 1 + 6
+
+
+def test_the_pace_is_that_of_the_usual_step(tmp_path: Path) -> None:
+    """The newest one may have waited for a checkpoint, or run alone on its machine."""
+    for newest_s in (30.0, 0.001):
+        times: dict[str, Any] = {"t0_ns": 20_500_000_000, "dur_ns": int(newest_s * 1e9)}
+        newest = StepEvent(rank=0, step=41, clock="host", sampled=False, **times)
+        a_run(tmp_path / str(newest_s), more=to_line(newest))
+        moment = where_is(tmp_path / str(newest_s))
+        assert (moment.step, moment.step_s) == (41, 0.5)
+
+
+def test_ranks_that_were_past_the_step_are_asked_again_further_ahead(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    late = "step 49 has begun; this is step 60"
+    write_answer(tmp_path, "mine", Answer(2, "refused", late))
+    write_answer(tmp_path, "mine-2", Answer(2, "done", path="x", first_step=55, last_step=56))
+    said: list[str] = []
+    profile_run(tmp_path, what="torch", num_steps=2, ranks=[2], name="mine", say=said.append)
+    assert [line for line in said if line.startswith("asked")] == [
+        "asked 1 rank for torch of steps 49 to 50; the newest step is 40, a step takes 0.500 s",
+        "asked 1 rank for torch of steps 55 to 56; the newest step is 40, a step takes 0.500 s",
+    ]
+    assert said[1] == "rank 2 had begun step 49 before the request was found: asking again"
+    write_answer(tmp_path, "own", Answer(2, "refused", late))
+    with pytest.raises(LaunchError, match="request own: rank 2: step 49 has begun"):
+        profile_run(tmp_path, what="torch", num_steps=2, ranks=[2], first_step=49, name="own")
 
 
 def test_a_long_file_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

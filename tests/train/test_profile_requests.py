@@ -36,6 +36,8 @@ from megascale.train.profilers import profilers
 from tests.train.command import SMALL, end, flags, num_lines, started, wait_until, write_recipe
 
 DEADLINE_S = 20.0
+# Nobody reads what the run prints: a line each step fills the pipe, and rank 0 stands in its write.
+ENDLESS = ("training.steps=100000", "checkpoint.enable=false", "metrics.log_interval=50")
 
 
 class Rank:
@@ -145,7 +147,9 @@ def test_a_step_in_the_past(tmp_path: Path, make: Callable[..., Rank]) -> None:
     rank = make()
     rank.steps(5)
     ask(tmp_path, "a", "spans", 5)
-    assert rank.answer("a", "refused").why == "step 5 has begun; this is step 5"
+    answer = rank.answer("a", "refused")
+    assert answer.why == "step 5 has begun; this is step 5"
+    assert answer.came_late
 
 
 def test_a_request_that_is_found_while_its_step_begins(
@@ -157,8 +161,9 @@ def test_a_request_that_is_found_while_its_step_begins(
     rank.answer("a", "accepted")
     rank.step = 1  # the loop began step 1 just before
     rank.steps(2)
-    why = rank.answer("a", "refused").why
-    assert why == "step 1 had begun when the request was found; this is step 2"
+    answer = rank.answer("a", "refused")
+    assert answer.why == "step 1 had begun when the request was found; this is step 2"
+    assert answer.came_late
 
 
 def test_ranks_that_are_not_asked_say_nothing(tmp_path: Path, make: Callable[..., Rank]) -> None:
@@ -288,7 +293,7 @@ def _wait_for_steps(run: Path, process: object, count: int = 3) -> None:
 @pytest.mark.full
 def test_a_run_is_profiled_while_it_lives(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    settings = [*SMALL, f"job.run_dir={run}", "training.steps=100000", "checkpoint.enable=false"]
+    settings = [*SMALL, *ENDLESS, f"job.run_dir={run}"]
     arguments = ["train", str(write_recipe(tmp_path)), "--nproc", "2", *flags(settings)]
     with started(arguments) as process:
         _wait_for_steps(run, process)
@@ -334,7 +339,7 @@ def _steps_with_spans(run: Path, rank: int) -> set[int | None]:
 @pytest.mark.full
 def test_a_run_that_ends_inside_of_a_window_ends_as_it_would_have(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    settings = [*SMALL, f"job.run_dir={run}", "training.steps=100000", "checkpoint.enable=false"]
+    settings = [*SMALL, *ENDLESS, f"job.run_dir={run}"]
     arguments = ["train", str(write_recipe(tmp_path)), "--nproc", "2", *flags(settings)]
     with started(arguments) as process:
         _wait_for_steps(run, process)
