@@ -81,18 +81,26 @@ def _pieces(table: Table, cluster: Cluster, effects: Effects) -> StepPieces:
     embedding, last, head = (_Rows(rows) for rows in ends)
     one = p == 1
     base, larger = np.divmod(table.job.model.num_layers, p * v)
-    in_first = v * base + np.clip(-(-larger // p), 0, v)
-    in_last = v * base + np.clip(-((p - 1 - larger) // p), 0, v)
-    busy_first = in_first * layer.spent + embedding.spent + head.spent + one * last.spent
-    busy_last = in_last * layer.spent + last.spent + head.spent + one * embedding.spent
-    before_last = (p - 1) * base + np.minimum(larger, p - 1)
-    behind_first = (p - 1) * base + np.clip(larger - (v - 1) * p - 1, 0, p - 1)
+    # the first, the last, and of those with a layer more the last: it has most in front of it
+    stages = (0 * p, np.where(larger > 0, (larger - 1) % p, 0), p - 1)
+
+    def layers_of(stage: Any) -> Any:
+        return v * base + np.clip(-((stage - larger) // p), 0, v)
+
+    def busy(stage: Any) -> Floats:
+        of_ends = (stage == 0) * embedding.spent + (stage == p - 1) * last.spent + head.spent
+        return np.asarray(layers_of(stage) * layer.spent + of_ends)
 
     def of_others(name: str) -> Floats:
         of_layer, *of_ends = (getattr(rows, name) for rows in (layer, embedding, last, head))
-        behind = behind_first * of_layer + of_ends[1] + of_ends[2]
-        before = before_last * of_layer + of_ends[0] + of_ends[2]
-        return np.where(one, 0.0, np.stack([behind, before]))
+        found = []
+        for stage in stages:
+            before = stage * base + np.minimum(larger, stage)
+            behind = p - 1 - stage
+            layers = before + behind * base + np.clip(larger - (v * p - behind), 0, behind)
+            ends_s = (stage > 0) * of_ends[0] + (stage < p - 1) * of_ends[1] + of_ends[2]
+            found.append(layers * of_layer + ends_s)
+        return np.where(one, 0.0, np.stack(found))
 
     def of_first(name: str, layers: Any) -> Floats:
         of_layer, *of_ends = (getattr(rows, name) for rows in (layer, embedding, last))
@@ -112,14 +120,14 @@ def _pieces(table: Table, cluster: Cluster, effects: Effects) -> StepPieces:
         pipeline=p,
         virtual=v,
         micro_batches=table.micro_batches,
-        busy=np.stack([busy_first, busy_last], axis=1),
+        busy=np.stack([busy(stage) for stage in stages], axis=1),
         ways_s=of_others("way"),
         weights_s=of_others("weight"),
         round_s=way + np.where(whole, weight, 0.0),
         forward_s=of_first("forward", base + (larger > 0)),
         backward_s=of_first("backward", base + (larger > 0)),
-        stage_forward_s=of_first("forward", in_first),
-        stage_backward_s=of_first("backward", in_first),
+        stage_forward_s=of_first("forward", layers_of(0)),
+        stage_backward_s=of_first("backward", layers_of(0)),
         whole=whole,
         zero_bubble=zero_bubble,
         joined=joined,
