@@ -1,0 +1,156 @@
+"""The search finds what simulating everything would find, and counts what it says it counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megascale.config import load_config
+from megascale.errors import ConfigError
+from megascale.plan.case import Layout
+from megascale.plan.effects.effects import Effects
+from megascale.plan.estimate import estimate
+from megascale.plan.machine.cluster import Cluster
+from megascale.plan.machine.load import load_cluster
+from megascale.plan.pricing import price
+from megascale.plan.search.finalists import choose_finalists, group_of, kind_of, num_computes
+from megascale.plan.search.find import find, formula_seconds, judge, legal_space, sweep_of
+from megascale.plan.search.fit import limit_bytes, most_bytes
+from megascale.plan.search.question import Question, question_of
+from megascale.plan.search.space import Limits
+
+WIDE = [
+    "model.preset=llama3-8b",
+    "model.num_layers=11",
+    "training.global_batch_size=12",
+    "training.seq_len=2048",
+    "training.dtype=bfloat16",
+]
+FEW = Limits(recomputes=("none",), joins=(1,))
+
+
+def _question(*overrides: str, gpus: int = 4, limits: Limits | None = None) -> Question:
+    config = load_config(None, [*WIDE, *overrides])
+    return question_of(config, gpus, devices_per_node=8, most_devices=64, limits=limits)
+
+
+def _cluster(gpus: int = 4) -> Cluster:
+    return load_cluster("h200", gpus)
+
+
+def test_the_formula_of_many_is_that_of_one() -> None:
+    """Eleven layers divide by nothing: stages and chunks are uneven."""
+    question, cluster = _question(gpus=8), _cluster(8)
+    space = legal_space(question)
+    sample = space.take(np.random.default_rng(5).choice(len(space), 60, replace=False))
+    seconds = formula_seconds(question, sample, cluster)
+    for place, layout in enumerate(sample.layouts()):
+        case = question.case(layout)
+        one = estimate(case, price(case, cluster), cluster.device.peak_tflops)
+        assert seconds[place] == pytest.approx(one.step_s, rel=1e-9), layout
+
+
+def test_the_first_is_about_as_fast_as_the_fastest_of_all_simulated() -> None:
+    question, cluster = _question(limits=FEW), _cluster()
+    space = legal_space(question)
+    assert 50 < len(space) < 400
+    every = [judge(question, cluster, layout) for layout in space.layouts()]
+    fastest = min(one.step_s for one in every if one.most_bytes <= limit_bytes(cluster))
+    found = find(question, cluster, top=3)
+    assert found.num_legal == len(space)
+    assert found.ranked[0].step_s <= 1.01 * fastest
+    assert found.ranked[0].simulated
+
+
+def test_what_does_not_fit_is_never_shown_and_what_fits_is_counted() -> None:
+    question, cluster = _question("training.seq_len=32768", limits=FEW), _cluster()
+    found = find(question, cluster, top=50)
+    limit = limit_bytes(cluster)
+    space = legal_space(question)
+    assert found.num_fit == int((most_bytes(question, space) <= limit).sum()) < len(space)
+    assert all(one.most_bytes <= limit for one in found.ranked)
+
+
+def test_effects_are_of_the_finalists_and_slow_them() -> None:
+    question, cluster = _question(limits=FEW), _cluster()
+    ideal = find(question, cluster)
+    slow = find(question, cluster, effects=lambda _case: Effects(compute_factor=1.1, fixed_s=0.5))
+    first, same = slow.ranked[0], ideal.ranked[0]
+    assert first.parts["fixed"] == 0.5
+    assert first.step_s > 0.5 + 1.05 * same.step_s
+    assert first.estimate_s == pytest.approx(same.estimate_s, rel=0.02), "the formula is ideal"
+
+
+def test_finalists_are_of_different_kinds_in_the_formulas_order() -> None:
+    question, cluster = _question(gpus=8), _cluster(8)
+    space = legal_space(question)
+    seconds = formula_seconds(question, space, cluster)
+    order = np.argsort(seconds, kind="stable")
+    chosen = choose_finalists(
+        space, order, num_groups=5, most_computes=10_000, fits=lambda _layout: True
+    )
+    assert len(chosen) == 20
+    assert len({kind_of(layout) for layout in chosen}) == 20
+    groups = [group_of(layout) for layout in chosen]
+    assert max(groups.count(group) for group in groups) == 4
+    assert chosen[0] == space.layout(int(order[0]))
+    wide = choose_finalists(
+        space, order, num_groups=30, most_computes=10_000, fits=lambda _layout: True
+    )
+    assert len({group_of(layout) for layout in wide}) == len(wide) >= 20
+    none_of_tensor = choose_finalists(
+        space, order, num_groups=5, most_computes=10_000, fits=lambda one: one.tensor == 1
+    )
+    assert {layout.tensor for layout in none_of_tensor} == {1}
+
+
+def test_long_schedules_are_few_and_left_to_the_formula() -> None:
+    layout = Layout(pipeline=4, virtual=3, schedule="interleaved_1f1b")
+    assert num_computes(layout, 8) == 2 * 12 * 8
+    halves = Layout(pipeline=4, virtual=3, schedule="interleaved_zb")
+    assert num_computes(halves, 8) == 3 * 12 * 8
+    question, cluster = _question(gpus=8), _cluster(8)
+    space = legal_space(question)
+    order = np.argsort(formula_seconds(question, space, cluster), kind="stable")
+    few = choose_finalists(space, order, num_groups=5, most_computes=50, fits=lambda _layout: True)
+    counts = [question.case(layout).micro_batches for layout in few]
+    total = sum(
+        min(50, num_computes(layout, count)) for layout, count in zip(few, counts, strict=True)
+    )
+    assert total <= 2 * 50 < total + 50
+
+
+def test_sweeps_are_the_best_of_each_value() -> None:
+    question, cluster = _question(limits=FEW), _cluster()
+    space = legal_space(question)
+    seconds = formula_seconds(question, space, cluster)
+    sweep = sweep_of(space, seconds, "tensor", "tensor parallel size")
+    assert sweep.values == (1, 2, 4)
+    for value, best in zip(sweep.values, sweep.step_s, strict=True):
+        assert best == min(
+            one for one, layout in zip(seconds, space.layouts(), strict=True)
+            if layout.tensor == value
+        )  # fmt: skip
+
+
+def test_layouts_that_the_asked_for_operators_refuse_are_left_out() -> None:
+    fused = legal_space(_question("parallelism.flux=fused"))
+    assert set(fused.tensor[fused.tensor > 1]) == {4}, "tensor parallelism alone"
+    assert (fused.tensor == 1).any()
+    reserved = legal_space(_question("parallelism.flux=fused", "parallelism.flux_reserve_sms=16"))
+    assert set(reserved.tensor) == {1, 2, 4}
+
+
+def test_operators_take_the_form_that_the_trainer_takes() -> None:
+    question = _question()
+    assert question.software_of(Layout(tensor=4)).tensor_overlap == "fused"
+    assert question.software_of(Layout(tensor=2, data=2)).tensor_overlap == "chunked"
+    reference = _question("parallelism.flux=reference")
+    assert reference.software_of(Layout(tensor=2, data=2)).tensor_overlap == "backward"
+
+
+def test_uneven_nodes_and_unknown_vocabularies_are_refused() -> None:
+    with pytest.raises(ConfigError, match="12 devices are not whole nodes of 8"):
+        legal_space(_question(gpus=12))
+    with pytest.raises(ConfigError, match=r"model\.vocab_size is not known"):
+        _question("model.preset=null")
