@@ -8,7 +8,7 @@ Bytes an element of the shard, bf16 parameters, fp32 master, moments and gradien
 | AdamW | 30: gradient 4, master 8, moments 16, parameter 2 | 8 scaling, 28, 6 rounding |
 | LAMB | 28: gradient 8, master 4, moments 16; apply 14: master 8, update 4, parameter 2 | |
 
-Plain LAMB: 8 scaling, 8 the update's copy, 32 Adam on it, 8 copied back, squares of both 8, 8 by
+Plain LAMB: 8 scaling, 8 the update's copy, 28 Adam on it, 8 copied back, squares of both 8, 8 by
 the trust ratio, 12 SGD, 6 rounding. Where parameters are their own masters there is no rounding.
 """
 
@@ -26,7 +26,7 @@ def update_bytes_per_element(optimizer: str, *, plain: bool, dtype_bytes: int) -
     if optimizer == "adamw":
         return 4 + (8 + 28 + (6 if rounded else 0) if plain else 28 + (2 if rounded else 0))
     if plain:
-        return 4 + 8 + 8 + 32 + 8 + 8 + 8 + 12 + (6 if rounded else 0)
+        return 4 + 8 + 8 + 28 + 8 + 8 + 8 + 12 + (6 if rounded else 0)
     return 4 + 28 + 12 + (2 if rounded else 0)
 
 

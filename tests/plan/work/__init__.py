@@ -1,0 +1,1 @@
+"""Operations of layers, ends and updates, counted by hand."""
