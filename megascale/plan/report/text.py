@@ -62,17 +62,21 @@ def _spent(training: Training, ettr: float) -> str:
 
 def _ranking(plan: Plan) -> Iterator[str]:
     rows = [["", "layout", "schedule", "ZeRO", "recompute", "step s", "MFU", "memory", "by"]]
-    rows += [_row(str(one.place), one) for one in plan.ranked]
-    given = plan.given
-    if given is not None and all(given.layout != one.layout for one in plan.ranked):
-        rows.append(_row(f"{given.place}", given))
-    lines = table(rows, left=(1, 2, 4, 8))
-    for place, line in enumerate(lines):
-        shown = [*plan.ranked, *([given] if given is not None else [])]
-        mark = ""
-        if place and given is not None and shown[place - 1].layout == given.layout:
-            mark = "  <- the recipe's"
-        yield line + mark
+    shown, given = list(plan.ranked), plan.given
+    is_first = given is not None and any(one.layout == given.layout for one in shown)
+    if given is not None and not is_first:
+        shown.append(given)
+    names = [str(place) for place in range(1, len(plan.ranked) + 1)] + ["own"]
+    rows += [_row(name, one) for name, one in zip(names, shown, strict=False)]
+    for line, one in zip(table(rows, left=(1, 2, 4, 8)), [None, *shown], strict=True):
+        own = one is not None and given is not None and one.layout == given.layout
+        yield line + ("  <- the recipe's" if own else "")
+    if given is not None and not is_first:
+        more = given.step_s / plan.best.step_s - 1.0
+        yield (
+            f"the recipe's own layout takes {more:.1%} longer than the first; by formula it is "
+            f"number {given.place:,} of the {plan.num_fit:,} that fit"
+        )
     if plan.given_problem:
         yield f"the recipe's own layout is not among them: {plan.given_problem}"
 

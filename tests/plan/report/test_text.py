@@ -31,8 +31,12 @@ def test_the_answer_stands_in_the_first_lines() -> None:
 def test_the_ranking_marks_the_recipes_own() -> None:
     lines = plan_text(PLAN).splitlines()
     title = next(place for place, line in enumerate(lines) if "layout" in line)
-    assert [line.split()[0] for line in lines[title + 1 : title + 4]] == ["1", "2", "17"]
+    assert [line.split()[0] for line in lines[title + 1 : title + 4]] == ["1", "2", "own"]
     assert [line for line in lines if line.endswith("<- the recipe's")] == [lines[title + 3]]
+    assert lines[title + 4] == (
+        "the recipe's own layout takes 25.0% longer than the first; by formula it is number 17 of "
+        "the 6,789 that fit"
+    )
     assert "simulation" in lines[title + 1]
     assert "formula" in lines[title + 3]
     same = replace(PLAN, given=SECOND)
