@@ -24,7 +24,8 @@ class Choices:
     zero_stage        1 as this program counts: gradients are reduced once a step, chunk by chunk
                       (MegaScale 3.2 hides all but one of them); reducing them every micro-batch, as
                       stage 2 means here, would take three times as long as the step
-    dropout           of both systems: Megatron-LM's default
+    dropout           of hidden states, both systems: Megatron-LM's default; a flash kernel makes
+                      attention's own on the way, which costs nothing here
     """
 
     micro_batch_size: int = 1

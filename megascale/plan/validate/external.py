@@ -99,7 +99,8 @@ def _mosaicml(cells: Cells, machines: Machines) -> Row:
     model = _model(cells, {"norm": "layernorm", "activation": "gelu_tanh", "position": "learned",
                            "bias": "none", "tie_embeddings": True})  # fmt: skip
     stage = 3 if cells.get("zero") == "3" else 2
-    cluster = machines.h100 if cells["gpu"].startswith("H100") else machines.a100
+    is_h100 = cells["gpu"].startswith("H100")
+    cluster = machines.h100_triton if is_h100 else machines.a100_triton
     return _row("mosaicml", "fsdp", cells, model, _layout(cells, zero_stage=stage), cluster)
 
 

@@ -16,7 +16,10 @@ from megascale.plan.machine.load import load_cluster
 
 @dataclass
 class Machines:
-    """`a100`: eight NICs a node (Selene, MosaicML); `a100_half_network`: four (vTrain's)."""
+    """`a100`: eight NICs a node (Selene, MosaicML); `a100_half_network`: four (vTrain's).
+
+    *_triton  plain operators beside a flash kernel that is none of the old ones (MosaicML)
+    """
 
     a100: Cluster
     paper: Cluster
@@ -26,6 +29,14 @@ class Machines:
     @cached_property
     def a100_half_network(self) -> Cluster:
         return changed(self.a100, {"network": {"nics_per_node": 4}})
+
+    @cached_property
+    def a100_triton(self) -> Cluster:
+        return changed(self.a100, {"device": {"attention": {"plain": 1.0}}})
+
+    @cached_property
+    def h100_triton(self) -> Cluster:
+        return changed(self.h100, {"device": {"attention": {"plain": 1.0}}})
 
     def with_a100(self, numbers: dict[str, Any]) -> Machines:
         """The same, with other numbers of the A100 and its links (sections as in its file)."""

@@ -75,7 +75,6 @@ def megascale_case(row: Printed, choices: Choices, *, system: str) -> Case:
     model = published_model(
         row["model"],
         hidden_dropout=choices.dropout,
-        attention_dropout=choices.dropout,
         **changes,
     )
     optimizer: Literal["adamw", "lamb"] = "lamb" if system == "megascale" else "adamw"
