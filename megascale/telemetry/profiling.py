@@ -18,7 +18,13 @@ from statistics import median
 
 from megascale.errors import ConfigError, DataError, LaunchError
 from megascale.events import Header, Step, parse_line
-from megascale.telemetry.requests import Answer, Request, read_answers, write_request
+from megascale.telemetry.requests import (
+    Answer,
+    Request,
+    free_name,
+    read_answers,
+    write_request,
+)
 from megascale.telemetry.shown import counted, named
 
 LEAD_S = 3.0
@@ -61,14 +67,14 @@ def profile_run(
     say: Callable[[str], object] = print,
 ) -> None:
     """Ask, wait, and say where the files lie. LaunchError: a rank refused or did not answer."""
-    chosen = name or time.strftime(f"{what}-%Y%m%d-%H%M%S", time.gmtime())
+    chosen = name or free_name(run_dir, time.strftime(f"{what}-%Y%m%d-%H%M%S", time.gmtime()))
     lead_s, attempts = LEAD_S, 1 if first_step is not None else _ATTEMPTS
     for attempt in range(1, attempts + 1):
         moment = when_it_steps(run_dir)
         wanted = _wanted(ranks, moment.world_size)
         first = first_step or moment.step_ahead(lead_s)
         asked = None if ranks is None else tuple(wanted)
-        this_name = chosen if attempt == 1 else f"{chosen}-{attempt}"
+        this_name = chosen if attempt == 1 else free_name(run_dir, chosen)
         request = Request(this_name, what, first, num_steps, asked)
         limit_s, answers = _ask(run_dir, request, moment, wanted, timeout_s, say)
         late = [rank for rank in sorted(answers) if answers[rank].came_late]

@@ -13,6 +13,7 @@ itself. A rank that finds the request too late says so and does nothing.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -79,6 +80,13 @@ def answer_file(run_dir: Path, name: str, rank: int) -> Path:
 
 def profile_folder(run_dir: Path, name: str) -> Path:
     return run_dir / "profiles" / name
+
+
+def free_name(run_dir: Path, name: str) -> str:
+    """`name`, or NAME-2, NAME-3, ... where a request has it already."""
+    taken = {path.stem for path in requests_folder(run_dir).glob("*.json")}
+    names = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
+    return next(one for one in names if one not in taken)
 
 
 def write_request(run_dir: Path, request: Request) -> Path:

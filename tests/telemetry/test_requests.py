@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,18 @@ def test_a_name_is_given_once(tmp_path: Path) -> None:
         write_request(tmp_path, Request("mine", "torch", 9, 1))
     text = (requests_folder(tmp_path) / "mine.json").read_text()
     assert json.loads(text)["what"] == "spans"
+
+
+def test_two_in_one_second_have_names_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_run(tmp_path)
+    monkeypatch.setattr(time, "gmtime", lambda: time.struct_time((2026, 1, 2, 3, 4, 5, 0, 0, 0)))
+    for _ in range(2):
+        with pytest.raises(LaunchError, match="did not answer in 0 s"):
+            profile_run(tmp_path, what="spans", num_steps=1, ranks=[2], timeout_s=1e-3)
+    names = sorted(path.stem for path in requests_folder(tmp_path).glob("*.json"))
+    assert names == ["spans-20260102-030405", "spans-20260102-030405-2"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from megascale.telemetry.dashboard.answers import RefusedError
 from megascale.telemetry.dashboard.driver import Driver
 from megascale.telemetry.dashboard.feeds.readers import ranks_of
 from megascale.telemetry.profiling import where_is
-from megascale.telemetry.requests import Request, read_answers, write_request
+from megascale.telemetry.requests import Request, free_name, read_answers, write_request
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _MOST_PATHS = 16
@@ -51,7 +51,7 @@ def request(run_dir: Path, message: RanksRequest) -> Mapping[str, Any]:
             422, f"ranks is {message.ranks!r}; this run has ranks 0 to {moment.world_size - 1}"
         )
     first = moment.step_ahead()
-    name = time.strftime(f"{message.what}-%Y%m%d-%H%M%S", time.gmtime())
+    name = free_name(run_dir, time.strftime(f"{message.what}-%Y%m%d-%H%M%S", time.gmtime()))
     asked = Request(name, message.what, first, message.num_steps, ranks)
     write_request(run_dir, asked)
     number = moment.world_size if ranks is None else len(ranks)

@@ -17,7 +17,7 @@ from typing import Any
 
 from megascale.env import child_environment, hostname
 from megascale.errors import ConfigError, DataError, LaunchError
-from megascale.telemetry.requests import Request, write_request
+from megascale.telemetry.requests import Request, free_name, write_request
 
 INTERVAL_MS, SECONDS = 2.0, 10.0
 _LEAST_MS, _MOST_MS, _MOST_S = 1.0, 1000.0, 600.0
@@ -92,7 +92,7 @@ def monitor_run(
     if not run_dir.is_dir():
         raise DataError(f"there is no folder {run_dir}; give the folder of a run (job.run_dir)")
     if everywhere:
-        name = time.strftime("monitor-%Y%m%d-%H%M%S", time.gmtime())
+        name = free_name(run_dir, time.strftime("monitor-%Y%m%d-%H%M%S", time.gmtime()))
         write_request(run_dir, Request(name, "monitor", 1, 1))
         say(
             f"asked the first rank of each node to sample its ports every {INTERVAL_MS:g} ms for "
