@@ -60,23 +60,28 @@ def chunk_units(case: Case, chunk: int) -> tuple[Unit, ...]:
     if chunk == layout.num_chunks:
         return (Unit(head, False),)
     base, larger = divmod(model.num_layers, layout.num_chunks)  # `stages.split_layers`
-    num_layers = base + (chunk < larger)
-    layer = layer_elements(model, layout.tensor)
-    units: list[Unit] = []
+    layers = [Unit(layer_elements(model, layout.tensor), True)] * (base + (chunk < larger))
     tied_apart = model.tie_embeddings and layout.pipeline > 1
-    last = layout.num_chunks - 1
+    units: list[Unit] = []
     if chunk == 0:
-        units.append(Unit(table, False, alone=tied_apart))
-        if model.position == "learned":
-            rows = model.max_seq_len or job.seq_len
-            units.append(Unit(rows * model.hidden_size, False))
-    units += [Unit(layer, True)] * num_layers
-    if chunk == last:
+        rows = (model.max_seq_len or job.seq_len) if model.position == "learned" else 0
+        units += _end(table, rows * model.hidden_size, alone=tied_apart)
+    units += layers
+    if chunk == layout.num_chunks - 1:
         norm = model.hidden_size * (2 if model.norm == "layernorm" else 1)
-        units.append(Unit(norm, False))
-        if not layout.share_head and (tied_apart or not model.tie_embeddings):
-            units.append(Unit(head, False, alone=tied_apart))
+        own = not layout.share_head and (tied_apart or not model.tie_embeddings)
+        units += _end(head if own else 0, norm, alone=tied_apart)
     return tuple(units)
+
+
+def _end(table: int, rest: int, *, alone: bool) -> list[Unit]:
+    """A unit of a table and what goes with it; a tied table is by itself."""
+    parts = (
+        [Unit(table, False, alone=True), Unit(rest, False)]
+        if alone
+        else [Unit(table + rest, False)]
+    )
+    return [part for part in parts if part.elements]
 
 
 @lru_cache(maxsize=4096)
@@ -88,15 +93,18 @@ def layer_elements(model: ModelConfig, tensor: int) -> int:
 
 @lru_cache(maxsize=4096)
 def join_units(units: Sequence[Unit], limit: float) -> tuple[BucketSize, ...]:
-    """Consecutive units up to `limit` elements."""
-    buckets = [BucketSize(unit.elements, 0) for unit in units if unit.alone]
-    size = layers = 0
+    """Consecutive units up to `limit` elements, in the order of the first unit of each."""
+    found = [(place, BucketSize(u.elements, 0)) for place, u in enumerate(units) if u.alone]
+    first = size = layers = 0
     most = FIRST_BUCKET_SHARE * limit
-    for unit in units:
+    for place, unit in enumerate(units):
         if unit.alone:
             continue
         if size and size + unit.elements > most:
-            buckets.append(BucketSize(size, layers))
+            found.append((first, BucketSize(size, layers)))
             size, layers, most = 0, 0, limit
+        first = place if size == 0 else first
         size, layers = size + unit.elements, layers + unit.is_layer
-    return (*buckets, BucketSize(size, layers)) if size else tuple(buckets)
+    if size:
+        found.append((first, BucketSize(size, layers)))
+    return tuple(bucket for _, bucket in sorted(found, key=lambda entry: entry[0]))

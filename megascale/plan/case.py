@@ -164,6 +164,7 @@ def case_of(config: RunConfig, world_size: int) -> Case:
         software=Software(
             tensor_overlap=tensor_overlap_of(par, mesh),
             transfers=par.pipeline_transfers,
+            synchronises=par.pipeline_transfers == "coupled",
             overlap_grad_reduce=par.overlap_grad_reduce,
             overlap_param_gather=par.overlap_param_gather,
             grad_reduce_bytes=2 if par.grad_reduce_dtype == "bfloat16" else 4,

@@ -91,7 +91,8 @@ class Pricer:
             for op in part:
                 if not isinstance(op, Collective):
                     continue
-                if self._cuts and op.under in gemms:
+                apart = self._prefers_others and op.beside in gemms
+                if self._cuts and op.under in gemms and not apart:
                     under.setdefault(op.under or "", []).append(op)
                 elif self.tensor_overlap != "none" and op.beside in gemms:
                     beside.setdefault(op.beside or "", []).append(op)
@@ -113,6 +114,11 @@ class Pricer:
     @property
     def _cuts(self) -> bool:
         return self.tensor_overlap in ("chunked", "fused")
+
+    @property
+    def _prefers_others(self) -> bool:
+        """A product that is independent hides a collective whole, without first or last chunk."""
+        return self.tensor_overlap == "chunked" and not self.copy_engines
 
     def _single(self, op: Operation) -> Spent:
         if isinstance(op, Collective):

@@ -161,10 +161,10 @@ def embedding_seconds(pricer: Pricer, case: Case) -> float:
 
 
 def load_seconds(pricer: Pricer, case: Case) -> float:
-    """Where the host does not run ahead: tokens are copied, and the first layer is launched, while
-    the device has nothing to do."""
+    """Where the host does not run ahead, the device has nothing to do from the end of a step until
+    the host has seen it, copied the next tokens and labels, and launched."""
     if case.software.host_ahead:
         return 0.0
     tokens = case.micro_batches * case.micro_batch_tokens
     copied = MemoryPass("copy", 2 * _TOKEN_BYTES * tokens, kernels=2 * case.micro_batches)
-    return pricer.spent((copied,)).total_s
+    return pricer.spent((copied,)).total_s + pricer.cluster.device.restart_s
