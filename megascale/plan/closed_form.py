@@ -49,6 +49,8 @@ import numpy as np
 Value = Any
 """A float, or an array with one entry a layout; all arrays of a call have equal length."""
 
+_BUCKETS_UNDER_WAY = 2  # `parallel/gradients.py`
+
 SPENT_PARTS = ("gemm", "attention", "memory", "tensor", "launch")
 
 
@@ -212,11 +214,13 @@ def _exposed_gather(pieces: StepPieces) -> Value:
 
 def _spilled_reduce(pieces: StepPieces) -> Value:
     """Of reductions in every micro-batch (or every few that are joined): what computing does not
-    hide. A forward and a backward hide one in the steady phase, a backward alone at the end, where
-    the forwards of the warm-up are missing; few may be under way at a time, so none waits long."""
+    hide. They begin in a backward, and as only two buckets may be under way while another fills,
+    no more than two go on in the forward behind it; at the end, where the forwards of the warm-up
+    are missing, backward follows backward."""
     p, v, m = pieces.pipeline, pieces.virtual, pieces.micro_batches
     reduce_s = pieces.data.stage_reduce_s * np.ceil(m / pieces.joined) / (m * v)
     forward_s, backward_s = pieces.stage_forward_s / v, pieces.stage_backward_s / v
     warm_up = np.minimum(np.where(np.greater(v, 1), 2 * (p - 1) + (v - 1) * p, p - 1), m * v - 1)
-    steady = np.maximum(0.0, reduce_s - forward_s - backward_s) * (m * v - 1 - warm_up)
+    left_s = np.minimum(forward_s, _BUCKETS_UNDER_WAY * reduce_s / pieces.data.buckets)
+    steady = np.maximum(0.0, reduce_s - backward_s - left_s) * (m * v - 1 - warm_up)
     return steady + np.maximum(0.0, reduce_s - backward_s) * warm_up
