@@ -22,6 +22,7 @@ from megascale.plan.validate.published import (
     table2_rows,
 )
 from megascale.plan.validate.rows import Row, seconds_of_mfu
+from megascale.plan.validate.scale import fit_fixed_s, with_scale
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,12 @@ PAPER: dict[str, Callable[..., list[Row]]] = {
 
 
 def replay(name: str, cluster: Cluster | None = None, choices: Choices = CHOSEN) -> list[Row]:
-    """The rows of `table2`, `table3` or `fig9`."""
+    """The rows of `table2`, `table3` or `fig9`, with what the paper's cluster does to them."""
     assert name in PAPER, f"replay is one of {list(PAPER)}, got {name!r}"
-    return PAPER[name](cluster, choices)
+    cluster = cluster or load_cluster("paper")
+    return with_scale(PAPER[name](cluster, choices), fixed_s_of(cluster, choices))
+
+
+def fixed_s_of(cluster: Cluster, choices: Choices = CHOSEN) -> float:
+    """The one constant, fitted on Table 2's Megatron-LM rows."""
+    return fit_fixed_s([row for row in table2_rows(cluster, choices) if row.fitted])

@@ -44,9 +44,7 @@ SYSTEMS: dict[str, Software] = {
     "megatron-2021": _MEGATRON_2021,
     "megatron-full": _MEGATRON_2022,
     "megatron-selective": _MEGATRON_SP,
-    "megatron-lm": replace(
-        _MEGATRON_SP, attention="flash", operators="plain", grad_reduce_bytes=2
-    ),
+    "megatron-lm": replace(_MEGATRON_SP, attention="flash", operators="plain", grad_reduce_bytes=2),
     "megascale": Software(tensor_overlap="chunked", grad_reduce_bytes=2),
     "fsdp": Software(tensor_overlap="none", grad_reduce_bytes=2, operators="plain"),
 }
