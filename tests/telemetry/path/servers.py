@@ -8,6 +8,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from megascale.env import free_port
+
 BINARY = shutil.which("redis-server")
 START_S = 10.0
 
@@ -17,8 +19,7 @@ class RedisServer:
 
     def __init__(self, folder: Path, *, appends: bool = False) -> None:
         self._folder, self._appends = folder, appends
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
