@@ -38,9 +38,16 @@ class Unit:
 def stage_buckets(case: Case, stage: int) -> dict[int, tuple[BucketSize, ...]]:
     """The buckets of each chunk of a stage, in the order of forward."""
     limit = case.software.bucket_mb * 1e6 / max(_MAIN_BYTES, case.job.dtype_bytes)
-    return {
-        chunk: join_units(chunk_units(case, chunk), limit) for chunk in held_chunks(case, stage)
-    }
+    last = case.layout.num_chunks - 1
+    larger = case.job.model.num_layers % case.layout.num_chunks
+    alike: dict[tuple[bool, bool, bool], tuple[BucketSize, ...]] = {}
+    found = {}
+    for chunk in held_chunks(case, stage):
+        kind = chunk == 0, chunk >= last, chunk < larger
+        if chunk > last or kind not in alike:
+            alike[kind] = join_units(chunk_units(case, chunk), limit)
+        found[chunk] = alike[kind]
+    return found
 
 
 def held_chunks(case: Case, stage: int) -> list[int]:
