@@ -74,6 +74,7 @@ format: $(DEV) ## format the code and mend what ruff can mend
 docs: $(DEV) ## write the generated pages and tables anew
 	$(BIN)/python -m tools.config_reference
 	$(BIN)/python -m tools.tables
+	$(BIN)/python -m tools.plan_examples
 
 bench: ## measure the rows of benchmarks/results/ that this machine allows
 	PYTHON=$(or $(wildcard $(BIN)/python),$(PYTHON)) bash tools/bench.sh

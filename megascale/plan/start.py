@@ -23,7 +23,7 @@ from megascale.plan.search.find import Found, find
 from megascale.plan.search.fit import limit_bytes
 from megascale.plan.search.question import Question, question_of
 from megascale.plan.search.result import Plan
-from megascale.plan.search.scale import effects_on
+from megascale.plan.search.scale import effects_on, network_effects_on
 from megascale.plan.search.space import Limits
 from megascale.plan.search.training_cost import check_tokens, training_cost
 
@@ -102,7 +102,13 @@ def plan_config(
         most_devices=whole.limit,
         limits=Limits(max_tensor=max_tensor or whole.devices_per_node),
     )
-    found = find(question, cluster, effects=effects_on(cluster, ideal=ideal), top=top)
+    found = find(
+        question,
+        cluster,
+        effects=effects_on(cluster, ideal=ideal),
+        network=network_effects_on(cluster, ideal=ideal),
+        top=top,
+    )
     command = _command(recipe, overrides, cluster, found.ranked[0].layout)
     return _plan(question, cluster, found, command, ideal=ideal)
 

@@ -133,7 +133,7 @@ def test_an_ideal_cluster_is_faster_and_says_so() -> None:
         for flag in (False, True)
     )
     assert ideal["ranked"][0]["step_s"] < real["ranked"][0]["step_s"]
-    assert any("effects of scale: " in note for note in real["assumptions"])
+    assert any("effects of scale, by models" in note for note in real["assumptions"])
     assert any("an ideal cluster" in note for note in ideal["assumptions"])
 
 

@@ -10,6 +10,7 @@ from megascale.plan.search.result import Plan, Ranked, Training
 from megascale.units import format_bytes, format_count
 
 _DECIMALS = 3
+_ALIKE = 0.01
 
 
 def plan_text(plan: Plan) -> str:
@@ -99,7 +100,21 @@ def _row(place: str, one: Ranked) -> list[str]:
     ]
 
 
+def _alike(plan: Plan) -> str:
+    """The places that a prediction does not tell apart; empty where the first stands alone."""
+    near = [one for one in plan.ranked if one.step_s < (1.0 + _ALIKE) * plan.best.step_s]
+    if len(near) < 2:
+        return ""
+    least = min(near, key=lambda one: one.most_bytes)
+    return (
+        f"1 to {len(near)} are within {_ALIKE:.0%} of each other, which no prediction tells apart; "
+        f"of them {least.place} holds least"
+    )
+
+
 def _reasons(plan: Plan) -> Iterator[str]:
+    if alike := _alike(plan):
+        yield alike
     if plan.why:
         yield f"why {plan.why[0]}"
         yield from (f"  {line}" for line in plan.why[1:])

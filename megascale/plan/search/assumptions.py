@@ -27,7 +27,7 @@ def assumptions_of(
         effects_line(question.case(layout), cluster, ideal=ideal),
         (
             f"memory: {max(LEAST_RESERVE, device.reserve):.0%} of {device.memory_gb:g} GiB is kept "
-            "free; what operators need for themselves is not predicted"
+            "free for what is not predicted (fragmentation, CUDA's context, NCCL's buffers)"
         ),
         f"matrix products: {device.gemm.source_of('share')}",
         f"links in a node: {cluster.nvlink.source_of('all_gather')}",

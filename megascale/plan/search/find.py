@@ -3,9 +3,9 @@
 1. `space.py` lists all legal layouts in columns.
 2. `fit.py` leaves out what does not fit in memory with the device's reserve (at least 6 %).
 3. The closed form (`plan/estimate_many.py`) prices all of them at once.
-4. The best of different kinds (`finalists.py`) are simulated, action by action, with the cluster's
-   effects of scale, if their memory fits as a dry run tells it: what formulas simplify does not
-   decide.
+4. The best of different kinds (`finalists.py`) whose memory fits as a dry run tells it are priced
+   with the network's effects of scale, and the best of those simulated, action by action, with all
+   effects: what formulas simplify does not decide.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megascale.plan.estimate import estimate, estimate_of
 from megascale.plan.estimate_many import estimate_many
 from megascale.plan.machine.cluster import Cluster
 from megascale.plan.pricing import price
-from megascale.plan.search.finalists import choose_finalists, group_of, num_computes
+from megascale.plan.search.finalists import candidates, finalists, group_of, num_computes
 from megascale.plan.search.fit import does_not_fit, limit_bytes, most_bytes, nothing_fits
 from megascale.plan.search.nearest import check_whole_nodes, no_legal_layout
 from megascale.plan.search.parts import of_formula, of_simulation
@@ -66,31 +66,37 @@ class Found:
 
 
 def find(
-    question: Question, cluster: Cluster, *, effects: EffectsOf = no_effects, top: int = 5
+    question: Question,
+    cluster: Cluster,
+    *,
+    effects: EffectsOf = no_effects,
+    network: EffectsOf = no_effects,
+    top: int = 5,
 ) -> Found:
     """The best layouts on `cluster`. ConfigError where none is legal, or none fits.
 
-    effects  of scale, of a case; the closed form that chooses the finalists leaves them out
+    effects  of scale on a case; `network`: those of them that tell layouts apart, and cost little
     """
     began = time.perf_counter()
     space, limit = legal_space(question), limit_bytes(cluster)
     memory = most_bytes(question, space)
     fitting = space.take(memory <= limit)
     seconds = formula_seconds(question, fitting, cluster)
-    finalists = choose_finalists(
-        fitting,
-        np.argsort(seconds, kind="stable"),
+    many = candidates(fitting, np.argsort(seconds, kind="stable"), num_groups=top)
+    chosen = finalists(
+        sorted(many, key=lambda layout: _formula(question, cluster, layout, network)),
         num_groups=top,
         most_computes=_MOST_COMPUTES,
+        computes_of=lambda layout: num_computes(layout, question.case(layout).micro_batches),
         fits=lambda layout: question.most_bytes(layout) <= limit,
     )
-    if not finalists:
+    if not chosen:
         raise nothing_fits(question, cluster, space, memory)
     given, problem = question.given, question.given_problem
     if given is not None and question.most_bytes(given) > limit:
         problem = does_not_fit(question, given, limit)
         given = None
-    layouts = dict.fromkeys(finalists if given is None else [*finalists, given])
+    layouts = dict.fromkeys(chosen if given is None else [*chosen, given])
     judged = [judge(question, cluster, layout, effects) for layout in layouts]
     judged.sort(key=lambda one: one.step_s)
     return Found(
@@ -137,6 +143,15 @@ def formula_seconds(question: Question, space: Space, cluster: Cluster) -> Float
     return seconds
 
 
+def _formula(
+    question: Question, cluster: Cluster, layout: Layout, effects: EffectsOf = no_effects
+) -> float:
+    """The closed form's step of one layout."""
+    case = question.case(layout)
+    prices = price(case, cluster, effects(case))
+    return estimate(case, prices, cluster.device.peak_tflops).step_s
+
+
 def judge(
     question: Question, cluster: Cluster, layout: Layout, effects: EffectsOf = no_effects
 ) -> Ranked:
@@ -159,7 +174,7 @@ def judge(
         mfu_causal=step.mfu_causal,
         parts=parts,
         stage_bytes=tuple(memory.total_bytes for memory in stage_memory(case)),
-        estimate_s=estimate(case, price(case, cluster), peak).step_s,
+        estimate_s=_formula(question, cluster, layout),
         simulated=is_short,
     )
 

@@ -1,7 +1,7 @@
 """What fits in memory, and what is missing where nothing does.
 
-A device keeps a reserve for the allocator, NCCL's buffers and temporaries within operators, which
-the prediction does not count (`plan/memory.py`): its cluster file says how much, at least 6 %.
+A device keeps a reserve for what the prediction does not count (`plan/memory.py`): the allocator's
+fragmentation, CUDA's context, NCCL's buffers. Its cluster file says how much, at least 6 %.
 """
 
 from __future__ import annotations

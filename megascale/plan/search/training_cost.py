@@ -52,7 +52,7 @@ def training_cost(
         ettr_of={name: one.value for name, one in found.items()},
         assumptions=(
             (
-                f"{FAILURES_PER_NODE_DAY[RATE]:.2e} failures a node-day of eight GPUs (Llama 3, "
+                f"{FAILURES_PER_NODE_DAY[RATE]:.4f} failures a node-day of eight GPUs (Llama 3, "
                 f"2407.21783): one in {_duration(usual.mtbf_s)} here"
             ),
             (

@@ -57,6 +57,13 @@ def test_the_runner_up_lost_by_parts_that_sum_to_the_difference() -> None:
     assert "holds 2.00GiB less on its fullest stage" in text
 
 
+def test_layouts_that_are_too_near_are_said() -> None:
+    assert "tells apart" not in plan_text(PLAN)
+    near = replace(SECOND, step_s=4.03)
+    assert "1 to 2 are within 1% of each other" in plan_text(replace(PLAN, ranked=(BEST, near)))
+    assert "of them 2 holds least" in plan_text(replace(PLAN, ranked=(BEST, near)))
+
+
 def test_how_sure_and_how_far() -> None:
     text = plan_text(PLAN)
     assert (

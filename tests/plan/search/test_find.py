@@ -8,16 +8,23 @@ import pytest
 from megascale.config import load_config
 from megascale.errors import ConfigError
 from megascale.plan.case import Layout
-from megascale.plan.effects.effects import Effects
+from megascale.plan.effects.effects import Effects, NetworkShare
 from megascale.plan.estimate import estimate
 from megascale.plan.machine.cluster import Cluster
 from megascale.plan.machine.load import load_cluster
 from megascale.plan.pricing import price
-from megascale.plan.search.finalists import choose_finalists, group_of, kind_of, num_computes
+from megascale.plan.search.finalists import (
+    NUM_CANDIDATES,
+    candidates,
+    finalists,
+    group_of,
+    kind_of,
+    num_computes,
+)
 from megascale.plan.search.find import find, formula_seconds, judge, legal_space, sweep_of
 from megascale.plan.search.fit import limit_bytes, most_bytes
 from megascale.plan.search.question import Question, question_of
-from megascale.plan.search.space import Limits
+from megascale.plan.search.space import Integers, Limits, Space
 
 WIDE = [
     "model.preset=llama3-8b",
@@ -81,43 +88,76 @@ def test_effects_are_of_the_finalists_and_slow_them() -> None:
     assert first.estimate_s == pytest.approx(same.estimate_s, rel=0.02), "the formula is ideal"
 
 
-def test_finalists_are_of_different_kinds_in_the_formulas_order() -> None:
-    question, cluster = _question(gpus=8), _cluster(8)
+def _in_order(question: Question, cluster: Cluster) -> tuple[Space, Integers]:
     space = legal_space(question)
-    seconds = formula_seconds(question, space, cluster)
-    order = np.argsort(seconds, kind="stable")
-    chosen = choose_finalists(
-        space, order, num_groups=5, most_computes=10_000, fits=lambda _layout: True
-    )
-    assert len(chosen) == 20
-    assert len({kind_of(layout) for layout in chosen}) == 20
+    return space, np.argsort(formula_seconds(question, space, cluster), kind="stable")
+
+
+def test_candidates_are_of_different_kinds_in_the_formulas_order() -> None:
+    space, order = _in_order(_question(gpus=8), _cluster(8))
+    chosen = candidates(space, order, num_groups=5)
+    assert len(chosen) == NUM_CANDIDATES
+    assert len({kind_of(layout) for layout in chosen}) == NUM_CANDIDATES
+    assert chosen[0] == space.layout(int(order[0]))
     groups = [group_of(layout) for layout in chosen]
     assert max(groups.count(group) for group in groups) == 4
-    assert chosen[0] == space.layout(int(order[0]))
-    wide = choose_finalists(
-        space, order, num_groups=30, most_computes=10_000, fits=lambda _layout: True
-    )
-    assert len({group_of(layout) for layout in wide}) == len(wide) >= 20
-    none_of_tensor = choose_finalists(
-        space, order, num_groups=5, most_computes=10_000, fits=lambda one: one.tensor == 1
-    )
-    assert {layout.tensor for layout in none_of_tensor} == {1}
+    places = {layout: place for place, layout in enumerate(space.layouts())}
+    ranks = [int(np.flatnonzero(order == places[layout])[0]) for layout in chosen]
+    assert ranks == sorted(ranks)
 
 
-def test_long_schedules_are_few_and_left_to_the_formula() -> None:
+def test_finalists_fit_are_as_many_groups_as_wanted_and_short_enough() -> None:
+    layouts = [
+        Layout(tensor=t, pipeline=p, data=8 // (t * p), join_weight_gradients=join)
+        for t, p in ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 2))
+        for join in (1, 2, 3, 4, 5)
+    ]
+
+    def chosen(num_groups: int, most: int = 100, fits: bool | None = None) -> list[Layout]:
+        return finalists(
+            layouts,
+            num_groups=num_groups,
+            most_computes=most,
+            computes_of=lambda _layout: 10,
+            fits=lambda layout: fits is None or layout.tensor == 1,
+        )
+
+    few, wide = chosen(5), chosen(7)
+    assert len(few) == 20
+    assert [group_of(one) for one in few[:5]].count(group_of(few[0])) == 4
+    assert len({group_of(one) for one in wide}) == 7
+    assert {one.tensor for one in chosen(5, fits=False)} == {1}
+    assert len(chosen(5, most=10)) == 2, "all of them: twice the most of one"
+
+
+def test_computes_of_a_schedule() -> None:
     layout = Layout(pipeline=4, virtual=3, schedule="interleaved_1f1b")
     assert num_computes(layout, 8) == 2 * 12 * 8
     halves = Layout(pipeline=4, virtual=3, schedule="interleaved_zb")
     assert num_computes(halves, 8) == 3 * 12 * 8
-    question, cluster = _question(gpus=8), _cluster(8)
-    space = legal_space(question)
-    order = np.argsort(formula_seconds(question, space, cluster), kind="stable")
-    few = choose_finalists(space, order, num_groups=5, most_computes=50, fits=lambda _layout: True)
-    counts = [question.case(layout).micro_batches for layout in few]
-    total = sum(
-        min(50, num_computes(layout, count)) for layout, count in zip(few, counts, strict=True)
-    )
-    assert total <= 2 * 50 < total + 50
+
+
+def test_a_schedule_that_is_too_long_is_left_to_the_formula(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    question, cluster = _question(limits=FEW), _cluster()
+    monkeypatch.setattr("megascale.plan.search.find._MOST_COMPUTES", 10)
+    long = judge(question, cluster, Layout(pipeline=4, micro_batch_size=1))
+    assert not long.simulated
+    assert long.step_s == pytest.approx(long.estimate_s)
+    assert sum(long.parts.values()) == pytest.approx(long.step_s)
+
+
+def test_a_network_that_is_shared_changes_who_is_looked_at() -> None:
+    """With a hundredth of the bandwidth for gradients a pipeline crosses the nodes instead."""
+    question, cluster = _question(gpus=16, limits=FEW), _cluster(16)
+    slow = Effects(network_share=NetworkShare(data=0.01))
+    plain = find(question, cluster)
+    blind = find(question, cluster, effects=lambda _case: slow)
+    shared = find(question, cluster, effects=lambda _case: slow, network=lambda _case: slow)
+    assert plain.ranked[0].layout.pipeline == 1
+    assert shared.ranked[0].layout.pipeline > 1
+    assert shared.ranked[0].step_s <= blind.ranked[0].step_s
 
 
 def test_sweeps_are_the_best_of_each_value() -> None:
