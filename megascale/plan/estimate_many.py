@@ -75,62 +75,24 @@ def estimate_many(
 
 
 def _pieces(table: Table, cluster: Cluster, effects: Effects) -> StepPieces:
-    p, v = table.pipeline, table.virtual
-    layer = _Rows(table.by(LAYER, lambda case: _layer_row(case, cluster, effects)))
-    ends = table.by(END, lambda case: _end_rows(case, cluster, effects))
-    embedding, last, head = (_Rows(rows) for rows in ends)
-    one = p == 1
-    base, larger = np.divmod(table.job.model.num_layers, p * v)
-    # the first, the last, and of those with a layer more the last: it has most in front of it
-    stages = (0 * p, np.where(larger > 0, (larger - 1) % p, 0), p - 1)
-
-    def layers_of(stage: Any) -> Any:
-        return v * base + np.clip(-((stage - larger) // p), 0, v)
-
-    def busy(stage: Any) -> Floats:
-        of_ends = (stage == 0) * embedding.spent + (stage == p - 1) * last.spent + head.spent
-        return np.asarray(layers_of(stage) * layer.spent + of_ends)
-
-    def of_others(name: str) -> Floats:
-        of_layer, *of_ends = (getattr(rows, name) for rows in (layer, embedding, last, head))
-        found = []
-        for stage in stages:
-            before = stage * base + np.minimum(larger, stage)
-            behind = p - 1 - stage
-            layers = before + behind * base + np.clip(larger - (v * p - behind), 0, behind)
-            ends_s = (stage > 0) * of_ends[0] + (stage < p - 1) * of_ends[1] + of_ends[2]
-            found.append(layers * of_layer + ends_s)
-        return np.where(one, 0.0, np.stack(found))
-
-    def of_first(name: str, layers: Any) -> Floats:
-        of_layer, *of_ends = (getattr(rows, name) for rows in (layer, embedding, last))
-        return np.asarray(layers * of_layer + of_ends[0] + one * of_ends[1])
-
-    joined = table.join_weight_gradients
-    zero_bubble = layer.zero_bubble.astype(bool)
-    whole = ~zero_bubble & (joined == 1)
-    way, weight = (
-        table.job.model.num_layers * getattr(layer, name)
-        + getattr(embedding, name)
-        + getattr(last, name)
-        for name in ("way", "weight")
-    )
+    split = _Split(table, cluster, effects)
+    first = split.layers_of(0), split.base + (split.larger > 0)  # of the stage, of its first chunk
     updates = table.by(CUT, lambda case: _update_row(case, cluster, effects))
     return StepPieces(
-        pipeline=p,
-        virtual=v,
+        pipeline=table.pipeline,
+        virtual=table.virtual,
         micro_batches=table.micro_batches,
-        busy=np.stack([busy(stage) for stage in stages], axis=1),
-        ways_s=of_others("way"),
-        weights_s=of_others("weight"),
-        round_s=way + np.where(whole, weight, 0.0),
-        forward_s=of_first("forward", base + (larger > 0)),
-        backward_s=of_first("backward", base + (larger > 0)),
-        stage_forward_s=of_first("forward", layers_of(0)),
-        stage_backward_s=of_first("backward", layers_of(0)),
-        whole=whole,
-        zero_bubble=zero_bubble,
-        joined=joined,
+        busy=np.stack([split.busy(stage) for stage in split.stages], axis=1),
+        ways_s=split.of_others("way"),
+        weights_s=split.of_others("weight"),
+        round_s=split.of_all("way") + np.where(split.whole, split.of_all("weight"), 0.0),
+        forward_s=split.of_first("forward", first[1]),
+        backward_s=split.of_first("backward", first[1]),
+        stage_forward_s=split.of_first("forward", first[0]),
+        stage_backward_s=split.of_first("backward", first[0]),
+        whole=split.whole,
+        zero_bubble=split.zero_bubble,
+        joined=table.join_weight_gradients,
         transfer_s=table.by(_PLACED, lambda case: _transfer(case, cluster, effects)),
         transfer_slow_down=table.by(_PLACED, lambda case: _slow_down(case, cluster)),
         coupled=table.software.transfers == "coupled",
@@ -162,6 +124,58 @@ class _Rows:
         self.spent = rows[: len(_SPENT)]
         for name, row in zip(_TIMES, rows[len(_SPENT) :], strict=True):
             setattr(self, name, row)
+
+
+class _Split:
+    """How layers and ends lie on the stages of every layout (`stages.split_layers`), and what they
+    take there.
+
+    stages  the first, the last, and of those with a layer more the last, which has most in front:
+            one of them is the busiest
+    """
+
+    def __init__(self, table: Table, cluster: Cluster, effects: Effects) -> None:
+        self.p, self.v = table.pipeline, table.virtual
+        self.num_layers = table.job.model.num_layers
+        self.layer = _Rows(table.by(LAYER, lambda case: _layer_row(case, cluster, effects)))
+        ends = table.by(END, lambda case: _end_rows(case, cluster, effects))
+        self.embedding, self.last, self.head = (_Rows(rows) for rows in ends)
+        self.base, self.larger = np.divmod(self.num_layers, self.p * self.v)
+        wide = np.where(self.larger > 0, (self.larger - 1) % self.p, 0)
+        self.stages = (0 * self.p, wide, self.p - 1)
+        self.zero_bubble = self.layer.zero_bubble.astype(bool)
+        self.whole = ~self.zero_bubble & (table.join_weight_gradients == 1)
+
+    def layers_of(self, stage: Any) -> Any:
+        return self.v * self.base + np.clip(-((stage - self.larger) // self.p), 0, self.v)
+
+    def busy(self, stage: Any) -> Floats:
+        """[5, layouts]: of a micro-batch on a stage."""
+        of_ends = (stage == 0) * self.embedding.spent + (stage == self.p - 1) * self.last.spent
+        return np.asarray(self.layers_of(stage) * self.layer.spent + of_ends + self.head.spent)
+
+    def of_all(self, name: str) -> Floats:
+        """Of all layers and both ends."""
+        ends = getattr(self.embedding, name) + getattr(self.last, name)
+        return np.asarray(self.num_layers * getattr(self.layer, name) + ends)
+
+    def of_first(self, name: str, layers: Any) -> Floats:
+        """Of so many layers of the first stage, with its ends."""
+        ends = getattr(self.embedding, name) + (self.p == 1) * getattr(self.last, name)
+        return np.asarray(layers * getattr(self.layer, name) + ends)
+
+    def of_others(self, name: str) -> Floats:
+        """[stages, layouts]: of one chunk of each other stage, the first of those in front, the
+        last of those behind; and of a shared head."""
+        p, base, larger = self.p, self.base, self.larger
+        found = []
+        for stage in self.stages:
+            behind = p - 1 - stage
+            wide = np.minimum(larger, stage) + np.clip(larger - (self.v * p - behind), 0, behind)
+            ends = (stage > 0) * getattr(self.embedding, name) + getattr(self.head, name)
+            ends += (stage < p - 1) * getattr(self.last, name)
+            found.append(((p - 1) * base + wide) * getattr(self.layer, name) + ends)
+        return np.where(p == 1, 0.0, np.stack(found))
 
 
 def _layer_row(case: Case, cluster: Cluster, effects: Effects) -> list[float]:

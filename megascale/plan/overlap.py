@@ -83,33 +83,35 @@ class Pricer:
 
     def spent_of_parts(self, parts: Sequence[Work], joined: int = 1) -> list[Spent]:
         """Of consecutive parts, whose transfers may hide behind products of other parts."""
-        gemms = {op.name: op for part in parts for op in part if isinstance(op, Gemm)}
-        under: dict[str, list[Collective]] = {}
-        beside: dict[str, list[Collective]] = {}
-        alone: set[str] = set()
-        for part in parts:
-            for op in part:
-                if not isinstance(op, Collective):
-                    continue
-                apart = self._prefers_others and op.beside in gemms
-                if self._cuts and op.under in gemms and not apart:
-                    under.setdefault(op.under or "", []).append(op)
-                elif self.tensor_overlap != "none" and op.beside in gemms:
-                    beside.setdefault(op.beside or "", []).append(op)
-                else:
-                    alone.add(op.name)
+        hidden = self._hidden(parts)
+        names = {c.name for both in hidden.values() for held in both for c in held}
         found = []
         for part in parts:
             spent = Spent()
             for op in part:
                 if isinstance(op, Gemm):
                     share = 1.0 / joined if op.direction is Direction.WGRAD else 1.0
-                    hides = under.get(op.name, []), beside.get(op.name, [])
-                    spent += self._gemm(op, *hides).times(share)
-                elif not isinstance(op, Collective) or op.name in alone:
+                    spent += self._gemm(op, *hidden[op.name]).times(share)
+                elif op.name not in names:
                     spent += self._single(op)
             found.append(self._launched(spent, part))
         return found
+
+    def _hidden(
+        self, parts: Sequence[Work]
+    ) -> dict[str, tuple[list[Collective], list[Collective]]]:
+        """By product: the collectives that are cut with it, and those that run beside it."""
+        hidden: dict[str, tuple[list[Collective], list[Collective]]] = {
+            op.name: ([], []) for part in parts for op in part if isinstance(op, Gemm)
+        }
+        for op in (op for part in parts for op in part if isinstance(op, Collective)):
+            under, beside = op.under or "", op.beside or ""
+            apart = self._prefers_others and beside in hidden
+            if self._cuts and under in hidden and not apart:
+                hidden[under][0].append(op)
+            elif self.tensor_overlap != "none" and beside in hidden:
+                hidden[beside][1].append(op)
+        return hidden
 
     @property
     def _cuts(self) -> bool:
