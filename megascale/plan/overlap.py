@@ -43,6 +43,7 @@ from megascale.plan.work.operations import (
 from megascale.topology import Mesh
 
 CHUNKS = (1, 2, 4, 8)
+_Hidden = tuple[list[Collective], list[Collective]]
 TILE_ROWS = 128  # of every rank's rows: what a fused kernel sends, or waits for, at a time
 
 
@@ -101,7 +102,7 @@ class Pricer:
         self, parts: Sequence[Work]
     ) -> dict[str, tuple[list[Collective], list[Collective]]]:
         """By product: the collectives that are cut with it, and those that run beside it."""
-        hidden: dict[str, tuple[list[Collective], list[Collective]]] = {
+        hidden: dict[str, _Hidden] = {
             op.name: ([], []) for part in parts for op in part if isinstance(op, Gemm)
         }
         for op in (op for part in parts for op in part if isinstance(op, Collective)):
