@@ -15,7 +15,7 @@ from typing import Any
 
 from megascale.plan.validate.campaign import Campaign, Group, run_campaign
 from megascale.plan.validate.fit import BOUNDS, SEED, fitted_models
-from megascale.plan.validate.scores import Predicted, Scores, scores
+from megascale.plan.validate.scores import Scores, scores
 from megascale.plan.validate.targets import SHOWN, Target, targets
 
 INTRODUCTION = (
