@@ -32,7 +32,7 @@ from megascale.plan.machine.load import load_cluster
 from megascale.plan.pricing import price
 from megascale.plan.search.find import Found, find, formula_seconds, legal_space
 from megascale.plan.search.question import Question, question_of
-from megascale.plan.search.scale import effects_on, network_effects_on
+from megascale.plan.search.scale import USUAL
 from megascale.train.run_folder import commit
 
 RESULTS = Path("benchmarks/results/plan.jsonl")
@@ -123,9 +123,7 @@ def _once(model: str, cluster_name: str) -> dict[str, Any]:
     question = question_of(
         config, gpus, devices_per_node=cluster.devices_per_node, most_devices=cluster.limit
     )
-    found = find(
-        question, cluster, effects=effects_on(cluster), network=network_effects_on(cluster)
-    )
+    found = find(question, cluster, scale=USUAL)
     best = found.ranked[0].layout
     with_overrides(config, overrides_of(best)).mesh(gpus)
     _check_formula(question, cluster_name, found)

@@ -32,7 +32,10 @@ def plan(
         typer.Option("--max-tensor", min=1, help="most devices a layer; default: those of a node"),
     ] = None,
     ideal: Annotated[
-        bool, typer.Option("--ideal", help="no conflicts in the network, no slow node, no skew")
+        bool, typer.Option("--ideal", help="no slow node, no late launch: no effect of scale")
+    ] = False,
+    conflicts: Annotated[
+        bool, typer.Option("--conflicts", help="count conflicts of hashes in the network")
     ] = False,
     report: Annotated[Path | None, typer.Option(help="write one HTML file with plots")] = None,
     validate: Annotated[
@@ -49,6 +52,7 @@ def plan(
 
         typer.echo(start_validation(data, as_json=as_json))
         return
+    from megascale.plan.search.scale import Scale
     from megascale.plan.start import start_plan
 
     typer.echo(
@@ -61,7 +65,7 @@ def plan(
             tokens=tokens,
             price=price,
             max_tensor=max_tensor,
-            ideal=ideal,
+            scale=Scale(ideal=ideal, conflicts=conflicts),
             report=report,
             as_json=as_json,
         )

@@ -23,7 +23,7 @@ from megascale.plan.search.find import Found, find
 from megascale.plan.search.fit import limit_bytes
 from megascale.plan.search.question import Question, question_of
 from megascale.plan.search.result import Plan
-from megascale.plan.search.scale import effects_on, network_effects_on
+from megascale.plan.search.scale import USUAL, Scale
 from megascale.plan.search.space import Limits
 from megascale.plan.search.training_cost import check_tokens, training_cost
 
@@ -38,7 +38,7 @@ def start_plan(
     tokens: float | None = None,
     price: float | None = None,
     max_tensor: int | None = None,
-    ideal: bool = False,
+    scale: Scale = USUAL,
     report: Path | None = None,
     as_json: bool = False,
 ) -> str:
@@ -48,7 +48,7 @@ def start_plan(
     gpus        default: all of the cluster
     tokens      to train on; `price`: of a GPU-hour
     max_tensor  default: the devices of a node
-    ideal       without effects of scale
+    scale       which of its effects are counted
     """
     if recipe is None and not overrides:
         raise ConfigError(
@@ -65,7 +65,7 @@ def start_plan(
         gpus,
         top=top,
         max_tensor=max_tensor,
-        ideal=ideal,
+        scale=scale,
         recipe=str(recipe or "RECIPE"),
         overrides=overrides,
     )
@@ -85,7 +85,7 @@ def plan_config(
     *,
     top: int = 5,
     max_tensor: int | None = None,
-    ideal: bool = False,
+    scale: Scale = USUAL,
     recipe: str = "RECIPE",
     overrides: Sequence[str] = (),
 ) -> Plan:
@@ -102,15 +102,9 @@ def plan_config(
         most_devices=whole.limit,
         limits=Limits(max_tensor=max_tensor or whole.devices_per_node),
     )
-    found = find(
-        question,
-        cluster,
-        effects=effects_on(cluster, ideal=ideal),
-        network=network_effects_on(cluster, ideal=ideal),
-        top=top,
-    )
+    found = find(question, cluster, scale=scale, top=top)
     command = _command(recipe, overrides, cluster, found.ranked[0].layout)
-    return _plan(question, cluster, found, command, ideal=ideal)
+    return _plan(question, cluster, found, command, scale)
 
 
 def with_tokens(plan: Plan, tokens: float, price: float | None) -> Plan:
@@ -120,7 +114,7 @@ def with_tokens(plan: Plan, tokens: float, price: float | None) -> Plan:
 
 
 def _plan(
-    question: Question, cluster: Cluster, found: Found, command: tuple[str, ...], *, ideal: bool
+    question: Question, cluster: Cluster, found: Found, command: tuple[str, ...], scale: Scale
 ) -> Plan:
     best, *others = found.ranked
     return Plan(
@@ -140,7 +134,7 @@ def _plan(
         given_problem=found.given_problem,
         why=why_slower(best, others[0]) if others else (),
         confidence=confidence_of(cluster),
-        assumptions=assumptions_of(question, cluster, best.layout, ideal=ideal),
+        assumptions=assumptions_of(question, cluster, best.layout, scale),
         sweeps=found.sweeps,
         training=None,
         command=command,

@@ -19,6 +19,7 @@ from megascale.plan.machine.load import load_cluster
 from megascale.plan.search.find import legal_space
 from megascale.plan.search.fit import limit_bytes, most_bytes
 from megascale.plan.search.question import question_of
+from megascale.plan.search.scale import Scale
 from megascale.plan.start import start_plan
 
 LLAMA = [
@@ -129,7 +130,7 @@ def test_more_tensor_parallelism_only_where_it_is_asked_for() -> None:
 
 def test_an_ideal_cluster_is_faster_and_says_so() -> None:
     real, ideal = (
-        _plan("training.global_batch_size=16", gpus=16, max_tensor=2, ideal=flag)
+        _plan("training.global_batch_size=16", gpus=16, max_tensor=2, scale=Scale(ideal=flag))
         for flag in (False, True)
     )
     assert ideal["ranked"][0]["step_s"] < real["ranked"][0]["step_s"]

@@ -52,6 +52,12 @@ class Cluster(Sourced):
     num_devices: int = Field(ge=1, le=1_000_000)
     most_devices: int | None = Field(None, ge=1, description="default: num_devices")
     devices_per_node: int = Field(ge=1, le=1_024)
+    fixed_s: float = Field(
+        0.0,
+        ge=0.0,
+        le=60.0,
+        description="of every step of several nodes beside its work; a plan adds it",
+    )
     device: Device
     nvlink: NodeLink
     network: Network | None = None

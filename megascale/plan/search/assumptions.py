@@ -7,7 +7,7 @@ from megascale.plan.machine.cluster import Cluster
 from megascale.plan.machine.groups import group_shape
 from megascale.plan.search.fit import LEAST_RESERVE
 from megascale.plan.search.question import Question
-from megascale.plan.search.scale import effects_line
+from megascale.plan.search.scale import Scale
 
 _FORMS = {
     "none": "nothing of it hides",
@@ -18,13 +18,13 @@ _FORMS = {
 
 
 def assumptions_of(
-    question: Question, cluster: Cluster, layout: Layout, *, ideal: bool
+    question: Question, cluster: Cluster, layout: Layout, scale: Scale
 ) -> tuple[str, ...]:
     """Lines, the ones that matter most first."""
     device = cluster.device
     software = question.software_of(layout)
     lines = [
-        effects_line(question.case(layout), cluster, ideal=ideal),
+        scale.told(question.case(layout), cluster),
         (
             f"memory: {max(LEAST_RESERVE, device.reserve):.0%} of {device.memory_gb:g} GiB is kept "
             "free for what is not predicted (fragmentation, CUDA's context, NCCL's buffers)"

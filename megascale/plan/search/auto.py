@@ -28,7 +28,7 @@ from megascale.plan.search.explain import describe_layout, describe_switches
 from megascale.plan.search.find import find, judge, legal_space
 from megascale.plan.search.question import question_of
 from megascale.plan.search.result import Ranked
-from megascale.plan.search.scale import effects_on, network_effects_on
+from megascale.plan.search.scale import USUAL
 from megascale.plan.search.space import Limits
 from megascale.units import format_bytes, peak_tflops
 
@@ -150,13 +150,7 @@ def choose_layout(config: RunConfig, num_ranks: int, device: Callable[[], str | 
         devices_per_node=whole.devices_per_node,
         most_devices=whole.limit,
     )
-    answer = find(
-        question,
-        cluster,
-        effects=effects_on(cluster),
-        network=network_effects_on(cluster),
-        top=1,
-    )
+    answer = find(question, cluster, scale=USUAL, top=1)
     best = answer.ranked[0]
     return Choice(best.layout, num_ranks, name, best, answer.num_legal)
 
@@ -172,7 +166,7 @@ def predict(config: RunConfig, num_ranks: int, name: str) -> Ranked:
     )
     if question.given is None:
         raise ConfigError(question.given_problem)
-    return judge(question, cluster, question.given, effects_on(cluster))
+    return judge(question, cluster, question.given, USUAL)
 
 
 def cluster_of(device_name: str) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 
 from megascale.plan.case import Case, Layout
 from megascale.plan.columns import Floats
-from megascale.plan.effects.effects import NO_EFFECTS, Effects
+from megascale.plan.effects.effects import Effects
 from megascale.plan.estimate import estimate, estimate_of
 from megascale.plan.estimate_many import estimate_many
 from megascale.plan.machine.cluster import Cluster
@@ -29,6 +29,7 @@ from megascale.plan.search.nearest import check_whole_nodes, no_legal_layout
 from megascale.plan.search.parts import of_formula, of_simulation
 from megascale.plan.search.question import Question, stage_memory
 from megascale.plan.search.result import Ranked, Sweep
+from megascale.plan.search.scale import IDEAL, Scale
 from megascale.plan.search.space import Space, legal_layouts
 from megascale.plan.simulate import simulate
 
@@ -38,12 +39,7 @@ _SWEPT = (
     ("pipeline", "pipeline stages"),
     ("micro_batch_size", "micro-batch size"),
 )
-EffectsOf = Callable[[Case], Effects]
-
-
-def no_effects(_case: Case) -> Effects:
-    """An ideal cluster."""
-    return NO_EFFECTS
+EffectsOf = Callable[[Case, Cluster], Effects]
 
 
 @dataclass(frozen=True)
@@ -69,22 +65,20 @@ def find(
     question: Question,
     cluster: Cluster,
     *,
-    effects: EffectsOf = no_effects,
-    network: EffectsOf = no_effects,
+    scale: Scale = IDEAL,
     top: int = 5,
 ) -> Found:
-    """The best layouts on `cluster`. ConfigError where none is legal, or none fits.
-
-    effects  of scale on a case; `network`: those of them that tell layouts apart, and cost little
-    """
+    """The best layouts on `cluster`. ConfigError where none is legal, or none fits."""
     began = time.perf_counter()
     space, limit = legal_space(question), limit_bytes(cluster)
     memory = most_bytes(question, space)
     fitting = space.take(memory <= limit)
     seconds = formula_seconds(question, fitting, cluster)
     many = candidates(fitting, np.argsort(seconds, kind="stable"), num_groups=top)
+    if scale.tells_apart(cluster):
+        many.sort(key=lambda layout: _formula(question, cluster, layout, scale.of_network))
     chosen = finalists(
-        sorted(many, key=lambda layout: _formula(question, cluster, layout, network)),
+        many,
         num_groups=top,
         most_computes=_MOST_COMPUTES,
         computes_of=lambda layout: num_computes(layout, question.case(layout).micro_batches),
@@ -97,7 +91,7 @@ def find(
         problem = does_not_fit(question, given, limit)
         given = None
     layouts = dict.fromkeys(chosen if given is None else [*chosen, given])
-    judged = [judge(question, cluster, layout, effects) for layout in layouts]
+    judged = [judge(question, cluster, layout, scale) for layout in layouts]
     judged.sort(key=lambda one: one.step_s)
     return Found(
         ranked=_best_of_groups(judged, top),
@@ -144,21 +138,19 @@ def formula_seconds(question: Question, space: Space, cluster: Cluster) -> Float
 
 
 def _formula(
-    question: Question, cluster: Cluster, layout: Layout, effects: EffectsOf = no_effects
+    question: Question, cluster: Cluster, layout: Layout, effects: EffectsOf = IDEAL.of
 ) -> float:
     """The closed form's step of one layout."""
     case = question.case(layout)
-    prices = price(case, cluster, effects(case))
+    prices = price(case, cluster, effects(case, cluster))
     return estimate(case, prices, cluster.device.peak_tflops).step_s
 
 
-def judge(
-    question: Question, cluster: Cluster, layout: Layout, effects: EffectsOf = no_effects
-) -> Ranked:
+def judge(question: Question, cluster: Cluster, layout: Layout, scale: Scale = IDEAL) -> Ranked:
     """One layout, as exactly as there is: by simulation, or by the formula where its schedule is
     too long for one; its memory as a dry run tells it. Whether it fits is not asked."""
     case = question.case(layout)
-    prices = price(case, cluster, effects(case))
+    prices = price(case, cluster, scale.of(case, cluster))
     peak = cluster.device.peak_tflops
     is_short = num_computes(layout, case.micro_batches) <= _MOST_COMPUTES
     if is_short:

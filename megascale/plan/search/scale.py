@@ -1,47 +1,70 @@
-"""Effects of scale in a plan: conflicts in the network, slow nodes, late launches; from two nodes.
+"""Effects of scale in a plan: slow nodes, late launches, the cluster's own seconds; from two nodes.
 
-Inside one node there is no switch to collide in and nobody far away to wait for, and what we
-measured there was measured with whatever jitter there is.
+Inside one node there is nobody far away to wait for, and what was measured there was measured with
+whatever jitter there is. Conflicts in the network are counted where they are asked for: by
+`effects/ecmp.py` the slowest flow of a step's many tells, which is worse than what the paper's
+cluster did (`plan/validate/scale.py`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from megascale.plan.case import Case
 from megascale.plan.effects.compose import EffectSwitches, Part, effect_parts, effects_of
+from megascale.plan.effects.effects import NO_EFFECTS, Effects
 from megascale.plan.machine.cluster import Cluster
-from megascale.plan.search.find import EffectsOf, no_effects
 
 
-def has_effects(cluster: Cluster) -> bool:
-    """Whether any are counted."""
-    return cluster.num_devices > cluster.devices_per_node
+@dataclass(frozen=True)
+class Scale:
+    """What a plan counts.
+
+    ideal      nothing
+    conflicts  of hashes in the network too
+    """
+
+    ideal: bool = False
+    conflicts: bool = False
+
+    def of(self, case: Case, cluster: Cluster) -> Effects:
+        """On the step of a case."""
+        if self.counts_nothing(cluster):
+            return NO_EFFECTS
+        found = effects_of(case, cluster, switches=EffectSwitches(ecmp=self.conflicts))
+        return replace(found, fixed_s=found.fixed_s + cluster.fixed_s)
+
+    def of_network(self, case: Case, cluster: Cluster) -> Effects:
+        """Those of them that tell layouts apart, and take no time to find out."""
+        if not self.tells_apart(cluster):
+            return NO_EFFECTS
+        switches = EffectSwitches(stragglers=False, launch_skew=False)
+        return effects_of(case, cluster, switches=switches)
+
+    def tells_apart(self, cluster: Cluster) -> bool:
+        """Whether the network's effects are counted: they differ between layouts."""
+        return self.conflicts and not self.counts_nothing(cluster)
+
+    def counts_nothing(self, cluster: Cluster) -> bool:
+        return self.ideal or cluster.num_devices <= cluster.devices_per_node
+
+    def told(self, case: Case, cluster: Cluster) -> str:
+        """What a plan says of them."""
+        if self.ideal:
+            return "an ideal cluster: no conflicts in the network, no slow node, no late launch"
+        if self.counts_nothing(cluster):
+            return "one node: no effects of scale"
+        parts = effect_parts(case, cluster, switches=EffectSwitches(ecmp=self.conflicts))
+        words = [line for part in parts if (line := _told(part))]
+        if cluster.fixed_s > 0.0:
+            words.append(f"{cluster.fixed_s:g} s a step ({cluster.source_of('fixed_s')})")
+        if not self.conflicts:
+            words.append("no conflicts in the network (--conflicts)")
+        return f"effects of scale, by models, not measured here: {'; '.join(words)}"
 
 
-def effects_on(cluster: Cluster, *, ideal: bool = False) -> EffectsOf:
-    """What a plan for `cluster` counts."""
-    if ideal or not has_effects(cluster):
-        return no_effects
-    return lambda case: effects_of(case, cluster)
-
-
-def network_effects_on(cluster: Cluster, *, ideal: bool = False) -> EffectsOf:
-    """Those of the network alone: they differ between layouts, and take no time to find out."""
-    if ideal or not has_effects(cluster):
-        return no_effects
-    switches = EffectSwitches(stragglers=False, launch_skew=False)
-    return lambda case: effects_of(case, cluster, switches=switches)
-
-
-def effects_line(case: Case, cluster: Cluster, *, ideal: bool) -> str:
-    """What a plan says of them."""
-    if ideal:
-        return "an ideal cluster: no conflicts in the network, no slow node, no late launch"
-    if not has_effects(cluster):
-        return "one node: no effects of scale"
-    told = [line for part in effect_parts(case, cluster) if (line := _told(part))]
-    if not told:
-        return "effects of scale: none that counts"
-    return f"effects of scale, by models with seed 0, not measured here: {'; '.join(told)}"
+USUAL = Scale()
+IDEAL = Scale(ideal=True)
 
 
 def _told(part: Part) -> str:

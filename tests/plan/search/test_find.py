@@ -7,8 +7,8 @@ import pytest
 
 from megascale.config import load_config
 from megascale.errors import ConfigError
-from megascale.plan.case import Layout
-from megascale.plan.effects.effects import Effects, NetworkShare
+from megascale.plan.case import Case, Layout
+from megascale.plan.effects.effects import NO_EFFECTS, Effects, NetworkShare
 from megascale.plan.estimate import estimate
 from megascale.plan.machine.cluster import Cluster
 from megascale.plan.machine.load import load_cluster
@@ -24,6 +24,7 @@ from megascale.plan.search.finalists import (
 from megascale.plan.search.find import find, formula_seconds, judge, legal_space, sweep_of
 from megascale.plan.search.fit import limit_bytes, most_bytes
 from megascale.plan.search.question import Question, question_of
+from megascale.plan.search.scale import Scale
 from megascale.plan.search.space import Integers, Limits, Space
 
 WIDE = [
@@ -78,14 +79,48 @@ def test_what_does_not_fit_is_never_shown_and_what_fits_is_counted() -> None:
     assert all(one.most_bytes <= limit for one in found.ranked)
 
 
+class Fixed(Scale):
+    """The same effects on every layout."""
+
+    def __init__(self, effects: Effects, *, known: bool = False) -> None:
+        super().__init__(conflicts=known)
+        object.__setattr__(self, "effects", effects)
+
+    def of(self, case: Case, cluster: Cluster) -> Effects:
+        found: Effects = self.__dict__["effects"]
+        return found
+
+    of_network = of
+
+
 def test_effects_are_of_the_finalists_and_slow_them() -> None:
     question, cluster = _question(limits=FEW), _cluster()
     ideal = find(question, cluster)
-    slow = find(question, cluster, effects=lambda _case: Effects(compute_factor=1.1, fixed_s=0.5))
+    slow = find(question, cluster, scale=Fixed(Effects(compute_factor=1.1, fixed_s=0.5)))
     first, same = slow.ranked[0], ideal.ranked[0]
     assert first.parts["fixed"] == 0.5
     assert first.step_s > 0.5 + 1.05 * same.step_s
     assert first.estimate_s == pytest.approx(same.estimate_s, rel=0.02), "the formula is ideal"
+
+
+def test_what_a_scale_counts() -> None:
+    question, cluster = _question(gpus=16), load_cluster("paper", 16)
+    layout = Layout(tensor=2, pipeline=2, data=4)
+    case = question.case(layout)
+    usual, conflicts, ideal = Scale(), Scale(conflicts=True), Scale(ideal=True)
+    assert ideal.of(case, cluster) == NO_EFFECTS
+    assert usual.of(case, cluster).fixed_s == cluster.fixed_s > 0
+    assert usual.of(case, cluster).compute_factor > 1
+    assert usual.of(case, cluster).network_share == NetworkShare()
+    assert usual.of_network(case, cluster) == NO_EFFECTS
+    assert conflicts.of_network(case, cluster).compute_factor == 1
+    assert "no conflicts in the network (--conflicts)" in usual.told(case, cluster)
+    assert "fitted: on Table 2" in usual.told(case, cluster)
+    assert "--conflicts" not in conflicts.told(case, cluster)
+    assert "an ideal cluster" in ideal.told(case, cluster)
+    one = load_cluster("paper", 8)
+    assert usual.of(question.case(Layout(data=8)), one) == NO_EFFECTS
+    assert usual.told(question.case(Layout(data=8)), one) == "one node: no effects of scale"
 
 
 def _in_order(question: Question, cluster: Cluster) -> tuple[Space, Integers]:
@@ -153,8 +188,8 @@ def test_a_network_that_is_shared_changes_who_is_looked_at() -> None:
     question, cluster = _question(gpus=16, limits=FEW), _cluster(16)
     slow = Effects(network_share=NetworkShare(data=0.01))
     plain = find(question, cluster)
-    blind = find(question, cluster, effects=lambda _case: slow)
-    shared = find(question, cluster, effects=lambda _case: slow, network=lambda _case: slow)
+    blind = find(question, cluster, scale=Fixed(slow))
+    shared = find(question, cluster, scale=Fixed(slow, known=True))
     assert plain.ranked[0].layout.pipeline == 1
     assert shared.ranked[0].layout.pipeline > 1
     assert shared.ranked[0].step_s <= blind.ranked[0].step_s
