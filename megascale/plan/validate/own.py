@@ -93,20 +93,29 @@ def own_row(found: Found, cluster: Cluster) -> Row | None:
     label = " ".join(
         f"{name} {case[name]}" for name in ("tp", "pp", "dp", "mbs", "gbs", "flux", "block")
     )
-    more = (
-        [case.get("rung"), found["settings"]["schedule"]] if case["pp"] > 1 else [case.get("rung")]
-    )
     return Row(
         "own",
         "megascale-py",
         case["model"],
-        ", ".join([label, *(part for part in more if part)]),
+        ", ".join([label, *_more(found)]),
         Case(_job(case), _layout(case, found["settings"]), _software(found)),
         cluster,
         float(found["step_s"]),
         f"benchmarks/results/{found['bench']}.jsonl, {found['time']}",
         memory_gb=found.get("peak_gb"),
     )
+
+
+def _more(found: Found) -> list[str]:
+    """What distinguishes rows beside the keys of a case."""
+    case, settings = found["case"], found["settings"]
+    joined = settings["join_weight_gradients"]
+    return [
+        *([case["rung"]] if "rung" in case else []),
+        *([settings["schedule"]] if case["pp"] > 1 else []),
+        *(["shared head"] if settings["share_head"] else []),
+        *([f"weights of {joined} joined"] if joined > 1 else []),
+    ]
 
 
 def _job(case: Found) -> Job:
