@@ -101,14 +101,13 @@ def trained(case: Case, folder: Path) -> Path:
     for setting in (*TINY, *case.settings, f"job.run_dir={run_dir}"):
         command += ["--set", setting]
     environment = {**os.environ, "MEGASCALE_FAULT": str(orders), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
+    ) as process:
         while process.poll() is None and not _recorded_hang(run_dir):
             time.sleep(0.2)
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        if process.poll() is None:  # ranks in a hang end by no request, nor with their parent
+            os.killpg(process.pid, signal.SIGKILL)
     return run_dir
 
 

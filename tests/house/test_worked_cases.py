@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tools.blocks import ROOT
@@ -28,6 +29,12 @@ def _found(case: str, folder: Path) -> str:
 @pytest.mark.full
 def test_hang(tmp_path: Path) -> None:
     assert "rank 2 on" in _found("hang", tmp_path)
+    left = [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in _told(one)]
+    assert left == [], "its ranks would wait for each other for ever"
+
+
+def _told(process: psutil.Process) -> str:
+    return " ".join(process.info["cmdline"] or ())
 
 
 @pytest.mark.full
