@@ -21,8 +21,7 @@ _NINE_OF_TEN = 0.9
 
 def confidence_of(cluster: Cluster) -> Confidence:
     """By the device of `cluster`."""
-    row = peak_tflops(cluster.device.name)
-    name = row[1] if row else cluster.device.name
+    name = device_row(cluster)
     found = _residuals().get(name)
     if found is None:
         return Confidence(None, 0.0, 0, 0, f"{name}: {cluster.device.gemm.source_of('share')}")
@@ -33,6 +32,12 @@ def confidence_of(cluster: Cluster) -> Confidence:
         largest=found["largest"],
         source=found["source"],
     )
+
+
+def device_row(cluster: Cluster) -> str:
+    """The device's name in `units.py`'s table; as it is where it has none."""
+    row = peak_tflops(cluster.device.name)
+    return row[1] if row else cluster.device.name
 
 
 def summary(errors: list[float], gpus: list[int]) -> dict[str, float]:
