@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 from megascale.plan.report.table import table
 from megascale.plan.search.explain import describe_layout, describe_switches
+from megascale.plan.search.parts import WORDS
 from megascale.plan.search.result import Plan, Ranked, Training
 from megascale.units import format_bytes, format_count
 
 _DECIMALS = 3
 _ALIKE = 0.01
+_SMALL_SHARE = 0.01
 
 
 def plan_text(plan: Plan) -> str:
@@ -37,9 +39,17 @@ def _answer(plan: Plan) -> Iterator[str]:
         f"{format_bytes(best.most_bytes)} of {format_bytes(plan.memory_bytes)} (stage "
         f"{best.fullest_stage})"
     )
+    yield f"  it goes to {_shares(best)}"
     if plan.training is not None:
         yield from (f"  {line}" for line in training_lines(plan.training))
     yield f"  predicted for {plan.num_devices} x {plan.device}, cluster {plan.cluster!r}"
+
+
+def _shares(one: Ranked) -> str:
+    """Where the step goes, the largest part first; what is under a hundredth is left out."""
+    parts = sorted(one.parts.items(), key=lambda item: -item[1])
+    shares = ((WORDS[name], seconds / one.step_s) for name, seconds in parts)
+    return ", ".join(f"{word} {share:.0%}" for word, share in shares if share >= _SMALL_SHARE)
 
 
 def training_lines(training: Training) -> Iterator[str]:
@@ -141,10 +151,14 @@ def confidence_line(plan: Plan) -> str:
     words += f"{sure.source}, bias {sure.bias:+.1%}; "
     if farther > 1:
         return words + (
-            f"{plan.num_devices} GPUs are {farther:.3g} times the largest of them "
-            f"({sure.largest}): an extrapolation"
+            f"{plan.num_devices:,} GPUs are {_times(farther)} times the largest of them "
+            f"({sure.largest:,}): an extrapolation"
         )
-    return words + f"the largest of them has {sure.largest} GPUs"
+    return words + f"the largest of them has {sure.largest:,} GPUs"
+
+
+def _times(factor: float) -> str:
+    return f"{factor:,.0f}" if factor >= 10 else f"{factor:.3g}"
 
 
 def _command(plan: Plan) -> Iterator[str]:

@@ -43,6 +43,8 @@ def assumptions_of(
         lines.append("MFU counts attention in full; `causal` counts half of it")
     else:
         lines.append("MFU counts attention in full within the window; `causal` counts half of it")
+    if question.job.dtype_bytes > 2:
+        lines.append(f"computing in {8 * question.job.dtype_bytes} bits (training.dtype)")
     if cluster.notes:
         lines.append(f"cluster {cluster.name!r}: {cluster.notes}")
     return tuple(lines)

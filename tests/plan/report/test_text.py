@@ -20,12 +20,15 @@ def test_the_answer_stands_in_the_first_lines() -> None:
         "  step 4.000 s +- 4.1%   MFU 50.0% (causal 47.5%)   16.0K tokens/s   memory 30.50GiB of "
         "139.00GiB (stage 1)"
     )
-    # 1.6e9 / 16000 = 1e5 s = 1.157 days, 16 x 1e5 / 3600 = 444 GPU-hours x 2.5 = 1111; / 0.8
     assert lines[2] == (
+        "  it goes to matrix products 75%, pipeline bubble 12%, tensor-parallel communication 12%"
+    )
+    # 1.6e9 / 16000 = 1e5 s = 1.157 days, 16 x 1e5 / 3600 = 444 GPU-hours x 2.5 = 1111; / 0.8
+    assert lines[3] == (
         "  1.60B tokens: 1.16 days, 444 GPU-hours, cost 1.11K without faults; 1.45 days, 556 "
         "GPU-hours, cost 1.39K at the expected ETTR 0.800 (0.700 to 0.850)"
     )
-    assert lines[3] == "  predicted for 16 x NVIDIA H200, cluster 'h200'"
+    assert lines[4] == "  predicted for 16 x NVIDIA H200, cluster 'h200'"
 
 
 def test_the_ranking_marks_the_recipes_own() -> None:

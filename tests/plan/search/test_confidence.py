@@ -9,6 +9,7 @@ import pytest
 
 from megascale.plan.machine.load import CATALOGUE, load_cluster
 from megascale.plan.search.confidence import confidence_of, summary
+from tools.residuals import render
 
 
 def test_the_share_is_what_nine_of_ten_lie_within() -> None:
@@ -42,3 +43,8 @@ def test_a_device_that_nothing_was_compared_on_has_no_interval() -> None:
     assert found.share is None
     assert found.num_rows == 0
     assert found.source.startswith("B200: ")
+
+
+def test_the_file_is_what_the_tool_writes() -> None:
+    text = files("megascale.plan.search").joinpath("residuals.toml").read_text(encoding="utf-8")
+    assert render(tomllib.loads(text)) == text
