@@ -84,8 +84,8 @@ def question_of(
     """
     if config.model.vocab_size is None:
         raise ConfigError(
-            "model.vocab_size is not known; set it, or give data.path so that it is taken from "
-            "the tokenizer"
+            "model.vocab_size is not known, and a plan opens no data to take it from; set it, such "
+            "as --set model.vocab_size=32000"
         )
     par = config.parallelism
     single = case_of(configured(config, Layout()), 1)  # job and program are of no layout
