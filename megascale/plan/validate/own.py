@@ -1,9 +1,9 @@
 """Measured rows of this project (`benchmarks/results`) as cases on the cluster they ran on.
 
-`step` and `ladder` rows count, the newest clean one of each case, as in the tables; of older rows
-those that do not say their schedule and how weight gradients were joined are left out, for their
-case is not known. `forms` says how each tensor-parallel operator ran: the most frequent stands for
-the program's overlap.
+Rows of `step`, `ladder` and `bubble` count, the newest clean one of each case, as in the tables; of
+older rows those that do not say their schedule and how weight gradients were joined are left out,
+for their case is not known. `forms` says how each tensor-parallel operator ran: the most frequent
+stands for the program's overlap.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt3-175b-8l": {"preset": "bench-175b-8l"},
     "7b": {"preset": "bench-7b"},
     "llama3-8b": {"preset": "llama3-8b"},
+    "gpt3-1.3b": {"preset": "gpt3-1.3b"},
+    "gpt3-2.7b": {"preset": "gpt3-2.7b"},
+    "gpt3-6.7b-16l": {"preset": "gpt3-6.7b", "num_layers": 16},
+    "gpt3-175b-2l": {"preset": "bench-175b-4l", "num_layers": 2},
+    "llama3-8b-12l": {"preset": "llama3-8b", "num_layers": 12},
 }
+_JOINED = {"recipes/bench-7b.toml": "1"}  # weight gradients, by recipes that never said otherwise
 _OVERLAP: dict[str, TensorOverlap] = {
     "nccl": "backward",
     "reference": "backward",
@@ -43,7 +49,7 @@ Found = dict[str, Any]
 def read_own(folder: Path, cluster: Cluster) -> list[Row]:
     """The rows of `folder` on `cluster`; none where there is no such file."""
     rows: list[Row] = []
-    for bench in ("step", "ladder", "bubble"):
+    for bench in ("step", "step-one-gpu", "ladder", "bubble"):
         rows += [row for found in _newest(folder, bench) if (row := own_row(found, cluster))]
     return rows
 
@@ -73,8 +79,9 @@ def settings_of(found: Found) -> Found | None:
         return told
     words = shlex.split(found.get("command", ""))
     given = dict(word.split("=", 1) for flag, word in pairwise(words) if flag == "--set")
-    joined = given.get("parallelism.join_weight_gradients")
-    if joined is None:
+    usually = next((_JOINED[word] for word in words if word in _JOINED), None)
+    joined = given.get("parallelism.join_weight_gradients", usually)
+    if joined is None or "flux" not in found["case"]:  # of older rows the program is not known
         return None
     case = found["case"]
     usual = "interleaved_1f1b" if case["vp"] > 1 else "1f1b"

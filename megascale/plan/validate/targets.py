@@ -123,8 +123,11 @@ def _own(campaign: Campaign) -> Iterator[Target]:
     yield Target("own H200 runs, mean", found.mean, 0.03, "share", bar, calibrated)
     yield Target("own H200 runs, worst", abs(found.worst), 0.08, "share", "11.4 %", calibrated)
     yield Target("own H200 runs, regret", found.regret or 0.0, 0.02, "share", "", calibrated)
-    worst = max(abs(check.error) for check in campaign.memory)
-    yield Target("own H200 runs, peak memory, worst", worst, 0.01, "share", "0.5 %", "nothing")
+    errors = [abs(check.error) for check in campaign.memory]
+    seen = "two assumptions, on the rows of two devices; nothing on those of one"
+    mean = sum(errors) / len(errors)
+    yield Target("own H200 runs, peak memory, mean", mean, 0.01, "share", "0.5 %", seen)
+    yield Target("own H200 runs, peak memory, worst", max(errors), 0.01, "share", "0.5 %", seen)
 
 
 def _rows(campaign: Campaign, name: str) -> Sequence[Predicted]:

@@ -38,7 +38,7 @@ def campaign() -> Campaign:
         "own H200 runs, mean",
         "own H200 runs, worst",
         "own H200 runs, regret",
-        "own H200 runs, peak memory, worst",
+        "own H200 runs, peak memory, mean",
     ],
 )
 def test_what_is_held(campaign: Campaign, name: str) -> None:
