@@ -8,7 +8,7 @@ from math import isfinite
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megascale.plan.machine.cluster import Cluster
@@ -82,6 +82,8 @@ def test_attention_grows(
         Attention("a", kv_heads=1, backward=backward, **values)  # type: ignore[arg-type]
         for values in (limits, larger)
     )
+    windowed = [a.window is not None and a.window < a.seq_len for a in (small, large)]
+    assume(windowed[0] == windowed[1])  # a window has a kernel of its own, which can be slower
     cluster = CLUSTERS[name]
     assert 0 < cluster.seconds(small) <= cluster.seconds(large) * (1 + 1e-9)
 
