@@ -83,6 +83,15 @@ def trend(gpus: Sequence[int], errors: Sequence[float]) -> float | None:
     return float(np.polyfit([log2(n) for n in gpus], errors, 1)[0])
 
 
+def trend_error(gpus: Sequence[int], errors: Sequence[float]) -> float:
+    """Standard error of `trend`, of rows that scatter about it independently; at least three."""
+    x = np.log2(np.asarray(gpus, dtype=float))
+    slope, offset = np.polyfit(x, errors, 1)
+    left = np.asarray(errors) - slope * x - offset
+    scatter = (left**2).sum() / (len(errors) - 2)
+    return float(np.sqrt(scatter / ((x - x.mean()) ** 2).sum()))
+
+
 def by_job(predicted: Sequence[Predicted]) -> dict[Hashable, list[Predicted]]:
     """Rows that do the same work on as many devices of the same cluster, in different layouts."""
     found: dict[Hashable, list[Predicted]] = defaultdict(list)

@@ -8,7 +8,15 @@ import pytest
 
 from megascale.plan.case import Layout
 from megascale.plan.validate.published import korthikanti_rows
-from megascale.plan.validate.scores import Predicted, by_job, order, regret, scores, trend
+from megascale.plan.validate.scores import (
+    Predicted,
+    by_job,
+    order,
+    regret,
+    scores,
+    trend,
+    trend_error,
+)
 
 
 def _predicted(measured_s: float, seconds: float, tensor: int = 8) -> Predicted:
@@ -28,6 +36,11 @@ def test_errors_are_predicted_over_measured() -> None:
 def test_the_trend_is_the_slope_for_each_doubling() -> None:
     assert trend([8, 16, 32], [0.01, 0.03, 0.05]) == pytest.approx(0.02)
     assert trend([8, 8], [0.1, 0.2]) is None
+
+
+def test_the_error_of_a_trend_is_that_of_a_straight_line() -> None:
+    # residuals of 1, -2, 1 hundredths about a level line: sqrt((6e-4 / 1) / 2)
+    assert trend_error([8, 16, 32], [0.01, -0.02, 0.01]) == pytest.approx((6e-4 / 2) ** 0.5)
 
 
 def test_regret_is_what_the_favourite_costs_more_than_the_fastest() -> None:
