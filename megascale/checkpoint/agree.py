@@ -3,6 +3,8 @@
 A rank that raises alone leaves its peers waiting in a collective until the timeout. Here each rank
 reports how its part ended before anyone goes on. Rank 0 of the group is *the writer*: it alone
 makes directories, writes manifests and commits. Without a group, one process is all ranks.
+
+Whoever is done waits here for who is not, perhaps for ever: `waits_in` has each wait be a span.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -18,6 +22,23 @@ from megascale.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_Enclose = Callable[[], AbstractContextManager[object]]
+_enclose: ContextVar[_Enclose] = ContextVar("enclose", default=nullcontext)
+
+
+@contextmanager
+def waits_in(enclose: _Enclose) -> Iterator[None]:
+    """Every wait of this thread for other ranks is inside of a fresh `enclose()`."""
+    token = _enclose.set(enclose)
+    try:
+        yield
+    finally:
+        _enclose.reset(token)
+
+
+def enclosed() -> AbstractContextManager[object]:
+    """What a wait for other ranks happens inside of, on this thread."""
+    return _enclose.get()()
 
 
 class Ranks:
@@ -58,7 +79,8 @@ class Ranks:
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(values, value, group=self.group)
+        with enclosed():
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
 

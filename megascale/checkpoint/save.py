@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megascale.checkpoint import manifest
-from megascale.checkpoint.agree import Ranks, explain, summarize
+from megascale.checkpoint.agree import Ranks, enclosed, explain, summarize
 from megascale.checkpoint.manifest import Manifest, SavedFile
 from megascale.checkpoint.pieces import Piece
 from megascale.checkpoint.planner import PieceSavePlanner
@@ -118,26 +118,33 @@ class _Writer(FileSystemWriter):
     """torch's writer, whose error names the full disk.
 
     torch.save hides it behind a RuntimeError of its own, and what stands behind an error is lost
-    on the way to the other ranks.
+    on the way to the other ranks. What follows the writing of the own data is a wait for theirs,
+    until `waiting` is left.
     """
+
+    def __init__(self, directory: Path, waiting: contextlib.ExitStack) -> None:
+        super().__init__(directory, overwrite=False)
+        self._waiting = waiting
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         try:
-            return super().write_data(plan, planner)
+            written = super().write_data(plan, planner)
         except (OSError, RuntimeError) as error:
             raise CheckpointError(explain(error)) from error
+        self._waiting.enter_context(enclosed())
+        return written
 
 
 def _write_files(
     directory: Path, pieces: tuple[Piece, ...], ranks: Ranks, moved: Callable[[], None]
 ) -> None:
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.ExitStack() as waiting:
             # One process without a group is what we ask for, not an oversight.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(
                 {},
-                storage_writer=_Writer(directory, overwrite=False),
+                storage_writer=_Writer(directory, waiting),
                 planner=PieceSavePlanner(pieces, moved),
                 process_group=ranks.group,
                 no_dist=ranks.group is None,

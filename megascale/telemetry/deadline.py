@@ -4,7 +4,8 @@ A thread of the rank looks at its recorder a few times per deadline. Where the r
 collective or transfer for `after_s`, it writes one `events.Ongoing` and sees it into the file at
 once, because nobody knows how long the process lives; another one only when the wait ends with an
 error. A rank that is stopped, holds the interpreter's lock or is in the kernel says nothing, and
-that is the point: the ranks without this record are the suspects.
+that is the point: the ranks without this record are the suspects. In a save, where who is done
+waits for who still writes, the deadline is longer.
 
 It costs a step nothing but a dictionary store an operation of a group (`Recorder.opened`). On a
 device, marks are asked for only where no step has become known for the length of a deadline.
@@ -30,6 +31,7 @@ _log = logging.getLogger(__name__)
 _LOOKS = 8  # per deadline
 _LEAST_S, _MOST_S = 0.02, 1.0  # between two looks
 _JOIN_S = 5.0
+_PATIENCE_IN_SAVES = 12  # deadlines: ranks write unequal shares, on disks that are shared
 _MOST_CHARACTERS = 500  # of an error
 
 
@@ -76,7 +78,10 @@ class Deadline(threading.Thread):
 
     def _look(self, now_ns: int) -> None:
         found = self._standing(now_ns)
-        if found is None or found.span is self._told or now_ns - found.since_ns < self._after_ns:
+        if found is None or found.span is self._told:
+            return
+        patience = _PATIENCE_IN_SAVES if found.phase == "checkpoint" else 1
+        if now_ns - found.since_ns < patience * self._after_ns:
             return
         self._told = found.span
         self._tell(found, now_ns)

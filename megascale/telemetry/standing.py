@@ -2,8 +2,9 @@
 
 On the host's clock: the open span that started last, if it is an operation of a group or a wait on
 one. A device that the host has run ahead of stands between the marks of spans that the host left
-long ago: in the span whose first mark it has passed and whose end it has not. A rank that computes
-stands in none of them and is not waiting, whoever waits for it.
+long ago: in the span whose first mark it has passed and whose end it has not; where it has passed
+all of them, the rank stands where its host does. A rank that computes stands in none of them and is
+not waiting, whoever waits for it.
 
 Waits have no number of their own. A receive's is that of its post; of others it is the last that
 was handed out in the group, which is where a rank must have come that this one waits for.
@@ -72,6 +73,8 @@ def standing(seen: UnderWay, *, of_host: bool = False) -> Standing | None:
     """
     on_device = seen.clock.kind == "device" and not of_host
     inside = list(_on_device(seen) if on_device else seen.open)
+    if on_device and not inside:  # it has nothing to do: where the rank waits, its host does
+        return standing(seen, of_host=True)
     told = (span for span in reversed(inside) if waits(span) or computes(span))
     span = next(told, None)  # what lies inside of it is a detail
     if span is None or not waits(span):

@@ -19,8 +19,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 
+from megascale.checkpoint.agree import waits_in
 from megascale.checkpoint.manifest import list_checkpoints
 from megascale.data import BatchSource
 from megascale.optim import learning_rate
@@ -79,14 +81,16 @@ class Loop:
 
     def run(self, *, resume: bool) -> None:
         """Train from the start, from a checkpoint (`resume`), or from given weights."""
+        wait = partial(self.recorder.span, "agreement", op="all_gather", group="world", host=True)
         try:
-            if not self._begin(resume=resume):
-                return
-            self._open_loader()
-            with self._signals(), collections_by(self.config.training.gc):
-                self.reporter.restart_clock()
-                self._train()
-                self._finish()
+            with waits_in(wait):
+                if not self._begin(resume=resume):
+                    return
+                self._open_loader()
+                with self._signals(), collections_by(self.config.training.gc):
+                    self.reporter.restart_clock()
+                    self._train()
+                    self._finish()
         finally:
             self._close_loader()
             self.reporter.close()

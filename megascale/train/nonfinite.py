@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from megascale.checkpoint.agree import enclosed
 from megascale.config import TrainingConfig
 from megascale.errors import NumericalError
 
@@ -54,5 +55,6 @@ def first_bad_name(own: str | None, world_size: int) -> str | None:
     if world_size == 1:
         return own
     names: list[str | None] = [None] * world_size
-    dist.all_gather_object(names, own)
+    with enclosed():
+        dist.all_gather_object(names, own)
     return next((name for name in names if name is not None), None)

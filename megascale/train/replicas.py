@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megascale.errors import NumericalError
 from megascale.telemetry.diagnose.replicas import differing_replicas
-from megascale.telemetry.recorder import Recorder
+from megascale.telemetry.recorder import NullRecorder, Recorder
 from megascale.train.assemble import Assembly
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
@@ -51,9 +51,11 @@ def check_replicas(
     assembly.zero.wait_for_parameters()
     digests = torch.stack([digest(bucket.parameters) for bucket in assembly.zero.buckets])
     low, high = digests.clone(), digests.clone()
-    dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
-    dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
-    different = (low != high).nonzero().flatten().tolist()
+    span = NullRecorder().span if recorder is None else recorder.span
+    with span("replica_sums", op="all_reduce", group="data"):
+        dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
+        different = (low != high).nonzero().flatten().tolist()
     if not different:
         return
     names = [assembly.zero.buckets[i].name for i in different]

@@ -22,8 +22,10 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from megascale.checkpoint import save
 from megascale.events import Ongoing, Step, read_events
 from megascale.flux import collectives
+from megascale.telemetry import deadline
 from megascale.telemetry.hooks import Hook
 from megascale.telemetry.writer import line_file
 from megascale.topology import Mesh
@@ -57,6 +59,25 @@ class Fault:
     def __call__(self, loop: Loop) -> None:
         if loop.recorder.rank == self.rank:
             loop.recorder.hooks.append(_Planted(self, loop))
+
+
+@dataclass(frozen=True)
+class StuckSave:
+    """A disk that hangs: one rank does not come back from writing its part of a checkpoint."""
+
+    rank: int
+
+    def __call__(self, loop: Loop) -> None:
+        vars(deadline)["_PATIENCE_IN_SAVES"] = 1
+        if loop.recorder.rank != self.rank:
+            return
+        marker = _marker(loop.folder.path)
+
+        def hang(*_: object) -> None:
+            marker.write_text(str(time.monotonic_ns()))
+            time.sleep(3600)
+
+        vars(save)["_Writer"].write_data = hang
 
 
 class _Planted(Hook):
@@ -116,7 +137,9 @@ _FAULTS = {
 class Hanging:
     """The job, until the context is left."""
 
-    def __init__(self, folder: Path, layout: Layout, fault: Fault) -> None:
+    def __init__(
+        self, folder: Path, layout: Layout, fault: Fault | StuckSave, *settings: str
+    ) -> None:
         self.folder, self.fault = folder, fault
         self.mesh = Mesh(layout["tp"], layout["dp"], layout["pp"])
         self._settings = [
@@ -129,6 +152,7 @@ class Hanging:
             "checkpoint.enable=false",
             f"telemetry.ongoing_after_s={AFTER_S}",
             f"job.run_dir={folder}",
+            *settings,
         ]
         self._ranks: list[Any] = []
         self._store = tempfile.TemporaryDirectory()

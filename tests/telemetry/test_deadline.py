@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megascale.events import Event, Ongoing, read_events
+from megascale.telemetry import deadline
 from megascale.telemetry.clock import MonotonicClock
 from megascale.telemetry.deadline import Deadline, peers
 from megascale.telemetry.recorder import Recorder
@@ -70,6 +71,24 @@ def test_the_next_wait_has_its_own(watched: Watched) -> None:
     for number in (1, 2):
         with recorder.span("world_sums", op="all_reduce", group="world"):
             assert watched.wait_for(number)[-1].seq == number
+
+
+def test_who_waits_in_a_save_for_who_still_writes_has_more_patience(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadline, "_PATIENCE_IN_SAVES", 8)
+    recorder = watched.recorder
+    agreement: dict[str, Any] = {"op": "all_gather", "group": "world", "host": True}
+    with recorder.span("checkpoint", op="save", host=True):
+        time.sleep(2 * AFTER_S)  # it writes its own
+        began_s = time.monotonic()
+        with recorder.span("agreement", **agreement):
+            (told,) = watched.wait_for(1)
+            assert time.monotonic() - began_s >= 8 * AFTER_S
+    assert (told.name, told.group, told.seq, told.phase) == ("agreement", "world", 1, "checkpoint")
+    with recorder.span("agreement", **agreement):
+        assert watched.wait_for(2)[1].phase is None
+        assert watched.told()[1].waited_ns < 8 * AFTER_S * 1e9
 
 
 def test_an_error_is_recorded_before_the_deadline_and_after_it(watched: Watched) -> None:
@@ -225,24 +244,31 @@ def test_a_device_that_computes_or_is_idle_waits_for_nobody() -> None:
     assert standing(recorder.under_way()) is None, "behind the gather, inside the forward"
     clock.done = float("inf")
     assert standing(recorder.under_way()) is None
+    with recorder.span("checkpoint", host=True):
+        assert standing(recorder.under_way()) is None
+        with recorder.span("agreement", group="world", host=True):
+            found = standing(recorder.under_way())
+            assert found is not None
+            assert (found.span.name, found.group, found.seq) == ("agreement", "world", 3)
+            assert found.since_ns == found.span.since_ns, "the host's clock"
 
 
 def test_marks_are_asked_for_only_where_no_step_becomes_known(tmp_path: Path) -> None:
     clock, events = FakeClock(), list[Event]()
     recorder = Recorder(clock, events.append)
     with LineWriter(tmp_path / "rank.jsonl") as writer:
-        deadline: Any = Deadline(recorder, writer, MESH, after_s=1.0)
+        looker: Any = Deadline(recorder, writer, MESH, after_s=1.0)
         clock.done = 0
         marks = _two_steps(recorder, clock)
         queries, now_ns = clock.num_queries, time.monotonic_ns()
-        deadline._look(now_ns)
-        deadline._look(now_ns + 900_000_000)
+        looker._look(now_ns)
+        looker._look(now_ns + 900_000_000)
         assert clock.num_queries == queries
-        deadline._look(now_ns + 1_100_000_000)
+        looker._look(now_ns + 1_100_000_000)
         assert clock.num_queries > queries
         clock.done = marks[1, "grad_sync"][0]
         for _ in range(2):
-            deadline._look(now_ns + 1_200_000_000)
+            looker._look(now_ns + 1_200_000_000)
         (told,) = read_events(writer.path)
         assert isinstance(told, Ongoing)
         assert (told.group, told.seq, told.op) == ("data", 1, "reduce_scatter")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megascale.telemetry.diagnose.ongoing import Stall, stalled
-from tests.telemetry.hanging import GROUPS, KINDS, Fault, Hanging, Kind
+from tests.telemetry.hanging import GROUPS, KINDS, Fault, Hanging, Kind, StuckSave
 from tests.train.runs import Layout
 
 LAYOUT: Layout = {"tp": 2, "dp": 2, "pp": 2}
@@ -47,6 +47,22 @@ def _check(folder: Path, layout: Layout, fault: Fault) -> Stall:
 )
 def test_a_hang_in_each_kind_of_group(tmp_path: Path, kind: Kind, group: str, rank: int) -> None:
     _check(tmp_path, LAYOUT, Fault(rank, kind, group))
+
+
+@pytest.mark.full
+def test_a_disk_that_hangs_in_a_save_holds_up_all_others(tmp_path: Path) -> None:
+    """Outside of any step, in waits that torch makes and in our own."""
+    saving = ("checkpoint.enable=true", "checkpoint.interval=2")
+    layout: Layout = {"tp": 2, "dp": 2, "pp": 1}
+    with Hanging(tmp_path / "run", layout, StuckSave(rank=2), *saving) as job:
+        records = job.records()
+    stall = stalled(records, job.mesh)
+    assert stall is not None
+    assert stall.finding.ranks == (2,), (stall.finding, records)
+    assert {(r.name, r.phase, r.group) for r in records.values()} == {
+        ("agreement", "checkpoint", "world")
+    }
+    assert stall.finding.evidence["collective"]["missing"] == [2]
 
 
 @pytest.mark.slow

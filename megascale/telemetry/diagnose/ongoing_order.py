@@ -7,6 +7,8 @@ from megascale.events import Ongoing
 _PARTS = {"optimizer": 3, "grad_sync": 2, "data_wait": 0}
 """The part of a step by phase; what is not here lies in the pipeline's body, part 1."""
 
+_BETWEEN_STEPS = frozenset({"agreement", "replica_sums"})
+
 
 def since_ns(record: Ongoing) -> int:
     """When the wait began."""
@@ -40,6 +42,8 @@ def _both_counted(one: Ongoing, other: Ongoing) -> bool:
 
 
 def _part(record: Ongoing) -> int:
+    if record.name in _BETWEEN_STEPS:
+        return 5
     if record.name == "param_gather":
         return 4 if record.op == "all_gather" else 1
     if record.name == "grad_sync" and record.op != "finish":
