@@ -154,4 +154,5 @@ def _rows(campaign: Campaign, name: str) -> Sequence[Predicted]:
 SHOWN: dict[str, Callable[[float], str]] = {
     "share": lambda value: f"{100 * value:.2f} %",
     "points": lambda value: f"{value:.2f}",
+    "errors of it": lambda value: f"{value:.2f}",
 }
