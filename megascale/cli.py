@@ -259,6 +259,43 @@ def bench_step(
     raise typer.Exit(code)
 
 
+@bench_app.command("init")
+def bench_init(
+    ranks: Annotated[
+        str, typer.Option(help="simulated ranks, multiples of 64; 0: none")
+    ] = "64,256,1024,2048,12288",
+    gloo: Annotated[str, typer.Option(help="real processes; 0: none")] = "8,16,32,64",
+    stores: Annotated[str, typer.Option(help="of tcp,tcp-libuv,redis")] = "tcp,tcp-libuv,redis",
+    forms: Annotated[
+        str,
+        typer.Option(help="poll, wait: every group, with that barrier; own: ordered creation"),
+    ] = "poll,wait,own",
+    budget_s: Annotated[
+        float, typer.Option(min=1.0, help="of a rung; what takes longer is scaled, and marked")
+    ] = 30.0,
+    processes: Annotated[int, typer.Option(min=1, help="that play the simulated ranks")] = 1,
+    output: Annotated[Path, typer.Option(help="rows are appended")] = Path(
+        "benchmarks/results/init.jsonl"
+    ),
+    commit: Annotated[str | None, typer.Option(help="of a clean copy without repository")] = None,
+) -> None:
+    """Creating process groups on TCPStore and Redis, in every order: MegaScale's 3.5."""
+    from megascale.train.bench_init.start import bench_init as run
+
+    code = run(
+        ranks=ranks,
+        gloo=gloo,
+        stores=stores,
+        forms=forms,
+        budget_s=budget_s,
+        processes=processes,
+        output=output,
+        commit=commit,
+        arguments=sys.argv[1:],
+    )
+    raise typer.Exit(code)
+
+
 @bench_app.command("rank", hidden=True)
 def bench_rank(
     recipe: Annotated[Path, typer.Argument(help="TOML recipe")],

@@ -286,6 +286,12 @@ def switch_multicast_off(variables: MutableMapping[str, str] | None = None) -> N
     env.update(MULTICAST_OFF)
 
 
+def connect_gloo_lazily() -> None:
+    """Let torch's gloo groups that are made from now on connect two ranks when they first need it.
+    What the user says stays."""
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+
+
 def multicast_is_off(variables: Mapping[str, str] | None = None) -> bool:
     """NVLink multicast is switched off in all libraries that could use it."""
     env = os.environ if variables is None else variables

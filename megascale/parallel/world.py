@@ -4,6 +4,11 @@ The store is torch's TCPStore in rank 0, or a Redis server beside all ranks (`re
 Joining may take `comm.init_timeout_s`; every collective after it, `comm.timeout_s`. The group is
 not bound to the device: NCCL would then split every new group from it, which all ranks must join,
 and here each rank creates only its own groups (`groups.py`).
+
+From LAZY_RANKS ranks on gloo connects two ranks when they first speak to each other. By default it
+connects all pairs of a group when that is created: n^2 look-ups in the store and n sockets in each
+of n processes, for groups of all ranks that use a few of them (checkpoints have two such groups).
+Below, everything is connected before training, and no rank looks anything up that late.
 """
 
 from __future__ import annotations
@@ -17,10 +22,11 @@ import torch
 import torch.distributed as dist
 
 from megascale.config import CommConfig
-from megascale.env import START
+from megascale.env import START, connect_gloo_lazily
 from megascale.errors import LaunchError
 from megascale.parallel.redis_store import RedisStore
 
+LAZY_RANKS = 256
 _log = logging.getLogger(__name__)
 _world_store: RedisStore | None = None
 
@@ -42,6 +48,8 @@ def initialise_world(
     backend = comm.backend
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
+    if world_size >= LAZY_RANKS:
+        connect_gloo_lazily()
     redis = comm.init_store == "redis"
     where = comm.redis_server if redis else init_method
     try:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megascale.config import CommConfig
 from megascale.env import free_port
 from megascale.errors import LaunchError
-from megascale.parallel import redis_connection
+from megascale.parallel import redis_connection, world
 from megascale.parallel.groups import create_groups
 from megascale.parallel.world import initialise_world, leave_world
 from megascale.topology import Mesh
@@ -39,10 +39,11 @@ def redis_comm(port: int, **more: float) -> CommConfig:
 
 
 def _sums(
-    rank: int, world_size: int, comm: CommConfig, ports: tuple[int, int]
+    rank: int, world_size: int, comm: CommConfig, ports: tuple[int, int], lazy_ranks: int = 256
 ) -> tuple[list[float], list[str]]:
     """Of the rank's number over each of its groups, in two starts after each other."""
     dist.destroy_process_group()
+    world.LAZY_RANKS = lazy_ranks
     for start, port in zip(("first", "second"), ports, strict=True):
         initialise_world(
             comm,
@@ -72,6 +73,29 @@ def test_groups_through_redis_are_those_through_tcp(server: RedisServer) -> None
     assert redis == tcp
     assert redis[3][0] == [2 + 3, 1 + 3, 3 + 7, 2 + 3 + 6 + 7]
     assert redis[0][1] == ["data", "embedding", "head", "pipeline", "tensor", "vocabulary"]
+
+
+@needs_redis
+def test_groups_that_connect_when_they_are_used(server: RedisServer) -> None:
+    """As from LAZY_RANKS ranks on."""
+    sums = [told[0] for told in run_ranks(_sums, 8, redis_comm(server.port), (0, 0), 8)]
+    assert sums[3] == [2 + 3, 1 + 3, 3 + 7, 2 + 3 + 6 + 7]
+    assert sums[4] == [4 + 5, 4 + 6, 0 + 4, 0 + 1 + 4 + 5]
+
+
+def _is_lazy(rank: int, world_size: int, port: int, start: str, lazy_ranks: int) -> bool:
+    dist.destroy_process_group()
+    world.LAZY_RANKS = lazy_ranks
+    initialise_world(
+        redis_comm(port), rank=rank, world_size=world_size, device=CPU, init_method="", start=start
+    )
+    return os.environ.get("TORCH_GLOO_LAZY_INIT") == "1"
+
+
+@needs_redis
+def test_only_large_worlds_connect_lazily(server: RedisServer) -> None:
+    assert run_ranks(_is_lazy, 2, server.port, "large", 2) == [True, True]
+    assert run_ranks(_is_lazy, 2, server.port, "small", 3) == [False, False]
 
 
 def _join(rank: int, world_size: int, port: int, server_pid: int) -> tuple[str, float]:

@@ -83,7 +83,7 @@ def bench_step(
     origin = Origin.here(
         num_ranks=nproc,
         on_gpus=runs_on_gpus(cases[0].config, num_gpus),
-        command=shlex.join(["megascale", *_reproducible(arguments)]),
+        command=shlex.join(["megascale", *reproducible(arguments)]),
         given_commit=commit,
     )
     if origin.on_gpus:
@@ -250,7 +250,7 @@ def _baselines(given: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def _reproducible(arguments: Sequence[str]) -> list[str]:
+def reproducible(arguments: Sequence[str]) -> list[str]:
     """The arguments that say what was measured; not where rows went, nor the commit again."""
     dropped = ("--output", "--commit")
     kept = iter(arguments)
