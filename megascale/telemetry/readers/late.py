@@ -2,8 +2,9 @@
 
 From the spans of sampled steps: a rank's own time before a launch runs from the end of its last
 wait; of it, what no span fills is a gap, in which the host was late; garbage collections are spans
-of their own. `diagnose/late.py` says who stands out, each kind of operation by itself; here the
-cause is told. Where computation fills the time, the rank is slow and not late: reader `stragglers`.
+of their own (`launched.py`). `diagnose/late.py` says who stands out, each kind of operation by
+itself; here the cause is told. Where computation fills the time, the rank is slow and not late:
+reader `stragglers`.
 
 What the last launch of a collective costs, over the window, says whether lateness grows: of ranks
 that are late in turns none stands out, and collectives end later with every step all the same.
@@ -11,7 +12,6 @@ that are late in turns none stands out, and collectives end later with every ste
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,35 +23,20 @@ from megascale.telemetry.diagnose.late import LATE_NS, LEAST, Lateness, lateness
 from megascale.telemetry.diagnose.swing import Swing, swing
 from megascale.telemetry.readers.answer import Answer, Window
 from megascale.telemetry.readers.asking import hosts, numbers
+from megascale.telemetry.readers.launched import Launches, launched
 from megascale.telemetry.shown import counted, named, seconds, table
-from megascale.telemetry.standing import WAITS
 from megascale.telemetry.store.run import Run
-from megascale.topology import AXES, Mesh
+from megascale.topology import AXES
 
 DEFAULT_STEPS = 400  # of which every tenth has spans
 DEFAULT_GROUP = "data"
 GROUPS = (*AXES, "world", "head", "vocabulary")
-_GARBAGE = ("gc", "gc_pause")
 GARBAGE, LATE, SLOW = "garbage collection", "launches late", "computes slower"
 _HALF = 0.5  # of the lateness: its cause
 _SHOWN = 12
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Launches:
-    """Launches of one group's collectives; all in ns but the numbers."""
-
-    rank_L: Integers
-    meeting_L: Integers
-    step_L: Integers
-    kind_L: Integers  # of `kinds`
-    own_L: Floats  # since the end of the last wait
-    gap_L: Floats  # since anything that is a span
-    garbage_L: Floats  # collections in between
-    kinds: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -97,113 +82,6 @@ def ask(run: Run, window: Window) -> Answer:
         lines=_lines(run, named_),
         caveats=caveats,
     )
-
-
-# ---------------------------------------------------------------- what is in the store
-
-
-def launched(run: Run, first: int, last: int, group: str) -> Launches:
-    """Launches of `group` in sampled steps, with what lay before each in its step."""
-    window = (first, last)
-    kinds = run.query(
-        "SELECT DISTINCT name, coalesce(op, '') AS op FROM current_spans "
-        'WHERE step BETWEEN ? AND ? AND "group" = ? AND seq IS NOT NULL ORDER BY ALL',
-        (*window, group),
-    ).to_pylist()
-    found = run.query(
-        f"SELECT rank, step, t0_ns, dur_ns, coalesce(seq, 0) AS seq, "
-        f"({_waits_in_sql()})::INTEGER AS is_wait, (name IN {_GARBAGE})::INTEGER AS is_garbage, "
-        f"{_number_in_sql(kinds, group)} AS kind FROM current_spans WHERE step BETWEEN ? AND ?",
-        window,
-    )
-    columns = {name: found[name].to_numpy().astype(np.int64) for name in found.column_names}
-    order = np.lexsort((columns["t0_ns"], columns["step"], columns["rank"]))
-    columns = {name: column[order] for name, column in columns.items()}
-    rank, step, t0, kind = (columns[name] for name in ("rank", "step", "t0_ns", "kind"))
-    is_first = np.ones(len(rank), bool)
-    is_first[1:] = (rank[1:] != rank[:-1]) | (step[1:] != step[:-1])
-    end, waits, garbage = t0 + columns["dur_ns"], columns["is_wait"], columns["is_garbage"]
-    wait_ns = _last_before(is_first, t0, end, waits == 1)
-    busy_ns = _last_before(is_first, t0, end, garbage == 0)
-    of = np.flatnonzero((kind >= 0) & (wait_ns > 0) & (t0 >= wait_ns))
-    paused = np.cumsum(garbage * columns["dur_ns"])[of]
-    follows = np.zeros(len(of), bool)
-    follows[1:] = np.cumsum(is_first)[of[1:]] == np.cumsum(is_first)[of[:-1]]
-    begun = (np.cumsum(garbage * columns["dur_ns"]) - garbage * columns["dur_ns"])[
-        np.flatnonzero(is_first)[np.cumsum(is_first)[of] - 1]
-    ]
-    since = np.where(follows, np.concatenate([[0], paused])[: len(of)], begun)
-    meeting = _numbered(_instance(rank[of], group, run.mesh), step[of], columns["seq"][of])
-    return Launches(
-        rank_L=rank[of],
-        meeting_L=meeting,
-        step_L=step[of],
-        kind_L=kind[of],
-        own_L=(t0 - wait_ns)[of].astype(np.float64),
-        gap_L=np.maximum(0, (t0 - busy_ns)[of]).astype(np.float64),
-        garbage_L=(paused - since).astype(np.float64),
-        kinds=tuple(f"{one['name']} {one['op']}".strip() for one in kinds),
-    )
-
-
-def _waits_in_sql() -> str:
-    told = [
-        f"(name = '{name}' AND op {'IS NULL' if op is None else 'IN (' + repr(op) + ')'})"
-        for name, op in WAITS
-    ]
-    return " OR ".join([*told, """(starts_with(name, 'tp_') AND "group" IS NOT NULL)"""])
-
-
-def _number_in_sql(kinds: Sequence[Mapping[str, str]], group: str) -> str:
-    """The place in `kinds` of a launch of `group`; -1 of any other span."""
-    cases = " ".join(
-        f"WHEN name = '{_quoted(one['name'])}' AND coalesce(op, '') = '{_quoted(one['op'])}' "
-        f"THEN {number}"
-        for number, one in enumerate(kinds)
-    )
-    known = f"""CASE {cases} ELSE -1 END""" if kinds else "-1"
-    return f"""CASE WHEN "group" = '{group}' AND seq IS NOT NULL THEN {known} ELSE -1 END"""
-
-
-def _quoted(text: str) -> str:
-    return text.replace("'", "''")
-
-
-def _last_before(
-    is_first: NDArray[np.bool_], t0: Integers, end: Integers, counts: NDArray[np.bool_]
-) -> Integers:
-    """By span: the latest end of the spans before it in its step that count; 0 where none does."""
-    if not len(t0):
-        return t0
-    segment = np.cumsum(is_first) - 1
-    begin = t0[is_first][segment]
-    reach = int((end - begin).max()) + 2
-    so_far = np.maximum.accumulate(segment * reach + np.where(counts, end - begin + 1, 0))
-    before = np.concatenate([[0], so_far[:-1]]) - segment * reach
-    return np.where((before > 0) & ~is_first, begin + before - 1, 0)
-
-
-def _numbered(*columns: Integers) -> Integers:
-    """Equal rows have one number."""
-    order = np.lexsort(columns)
-    differs = np.zeros(len(order), np.int64)
-    for column in columns:
-        differs[1:] |= column[order][1:] != column[order][:-1]
-    found = np.empty(len(order), np.int64)
-    found[order] = np.cumsum(differs)
-    return found
-
-
-def _instance(rank_L: Integers, group: str, mesh: Mesh) -> Integers:
-    """The number of each rank's instance of a group."""
-    stage = mesh.tensor * mesh.data
-    if group == "tensor":
-        return rank_L // mesh.tensor
-    if group == "data":
-        return rank_L // stage * mesh.tensor + rank_L % mesh.tensor
-    if group in ("pipeline", "head"):
-        return rank_L % stage
-    return rank_L % stage // mesh.tensor if group == "vocabulary" else np.zeros_like(rank_L)
 
 
 # ---------------------------------------------------------------- who, and why

@@ -14,7 +14,8 @@ from benchmarks.telemetry.synthetic import Job, write_segments
 from megascale.errors import DataError
 from megascale.telemetry.readers import READERS
 from megascale.telemetry.readers.answer import Answer, Window
-from megascale.telemetry.readers.late import Launches, stand_out
+from megascale.telemetry.readers.late import stand_out
+from megascale.telemetry.readers.launched import Launches
 from megascale.telemetry.store.run import open_run
 from megascale.topology import Mesh
 
