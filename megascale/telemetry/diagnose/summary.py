@@ -7,7 +7,9 @@ inside. A slow rank stands out there alone; in the phases that wait, those stand
 it, so they say where time is lost and not who loses it (`WAITING`).
 
 One pause of a rank, as of garbage collection, is not slowness, and over few steps weighs as much: a
-single rank stands out by more than such a pause adds to its mean (`single_share`).
+single rank stands out by more than such a pause adds to its mean (`single_share`). Those that wait
+for it do so as long, all of them, in phases that are short otherwise: waits stand out by what they
+take of a step (`wait_share`).
 
 Suffixes: R ranks, P phases, V values of a dimension.
 """
@@ -29,6 +31,7 @@ SIGMAS = 6.0  # ... by as many robust deviations
 PAUSE_STEPS = 3.0  # the longest pause, in steps: 2.8 among 12,288 ranks of the noise model
 FEWEST = 3  # values along a dimension that can be compared
 LEAST_OF_STEP = 0.005  # a phase that takes less of a step than this is not worth a word
+LEAST_WAIT = 0.01  # of a step: what waits take longer than those of others
 
 COMPUTE = "compute"
 WAITING = (
@@ -111,13 +114,16 @@ def heat_map(
     usual_ms = float(np.median(step_ms)) if len(step_ms) else 0.0
     most_ms_P = np.nan_to_num(mean_ms_RP).max(axis=0, initial=0.0)
     judged = np.flatnonzero(most_ms_P >= LEAST_OF_STEP * usual_ms)
+    names, of_step_P = [phases[p] for p in judged], _medians_of_step(mean_ms_RP, usual_ms)[judged]
     outliers: list[Outlier] = []
     for dimension, value_R in places.items():
         if value_R is None or not len(rank_R):
             continue
         values_RP = mean_ms_RP if dimension == "pipeline" else relative_RP
-        names = [phases[p] for p in judged]
-        outliers += _outliers(dimension, value_R, names, values_RP[:, judged], num_steps)
+        found = _outliers(dimension, value_R, names, values_RP[:, judged], num_steps)
+        least = wait_share(num_steps)
+        weight = dict(zip(names, of_step_P.tolist(), strict=True))
+        outliers += [o for o in found if not o.waits or o.share * weight[o.phase] >= least]
     order = list(places)
     outliers.sort(key=lambda o: (o.waits, o.phase != COMPUTE, order.index(o.dimension), -o.share))
     return HeatMap(rank_R, tuple(phases), mean_ms_RP, tuple(outliers))
@@ -137,6 +143,19 @@ def _with_compute(phases: list[str], mean_ms_RP: Floats) -> tuple[list[str], Flo
 def single_share(num_steps: int | None) -> float:
     """By how much a single rank has to be slower over so many steps to stand out."""
     return SHARE if num_steps is None else max(SHARE, PAUSE_STEPS / max(1, num_steps))
+
+
+def wait_share(num_steps: int | None) -> float:
+    """How much of a step waits must take longer to stand out over so many steps."""
+    return LEAST_WAIT if num_steps is None else max(LEAST_WAIT, PAUSE_STEPS / max(1, num_steps))
+
+
+def _medians_of_step(mean_ms_RP: Floats, step_ms: float) -> Floats:
+    """[P]: what each phase usually takes of a step; 0 for one that nobody has."""
+    found = np.zeros(mean_ms_RP.shape[1])
+    known_P = ~np.isnan(mean_ms_RP).all(axis=0)
+    found[known_P] = np.nanmedian(mean_ms_RP[:, known_P], axis=0) / max(step_ms, 1e-9)
+    return found
 
 
 def _outliers(

@@ -95,6 +95,29 @@ def test_a_pause_in_a_window_of_few_steps_is_not_slowness() -> None:
     assert len([o for o in many.outliers if o.dimension == "rank"]) > 15
 
 
+def test_a_pause_makes_its_whole_group_wait_and_that_is_not_worth_a_word() -> None:
+    """Of 1,024 ranks some have paused in the window, and their tensor peers have waited as long, in
+    a phase that takes a hundredth of a step otherwise."""
+    mesh, rng, num_steps = Mesh(8, 128, 1), np.random.default_rng(0), 20
+    rank_R = np.arange(mesh.world_size)
+    forward_R = rng.normal(100, 0.05, len(rank_R))
+    waits_R = rng.normal(1, 0.05, len(rank_R))
+    for pausing in rng.choice(mesh.world_size, 30, replace=False).tolist():
+        pause_ms = 2.5 * 100 / num_steps
+        peers = rank_R // mesh.tensor == pausing // mesh.tensor
+        forward_R[peers] += pause_ms
+        waits_R[peers & (rank_R != pausing)] += pause_ms
+    means = np.stack([forward_R, waits_R], axis=1)
+    phases = ("forward", "tp_row_backward")
+    found = heat_map(rank_R, phases, means, mesh, _hosts(mesh), num_steps=num_steps)
+    assert found.outliers == ()
+    waits_R[rank_R // mesh.tensor == 5] += 30.0
+    means = np.stack([forward_R, waits_R], axis=1)
+    found = heat_map(rank_R, phases, means, mesh, _hosts(mesh), num_steps=num_steps)
+    waiting = {o.value for o in found.outliers if o.waits and o.dimension == "host"}
+    assert waiting == {"h0005"}, "30 of 100 ms in every step are no pause"
+
+
 def test_json_has_no_nan() -> None:
     rank_R, means = _means(Mesh(1, 4, 1), 3, {2: 0.5})
     means[1, 1] = np.nan
