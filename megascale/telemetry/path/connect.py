@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from megascale.errors import ConfigError
 from megascale.telemetry.path.kafka import KafkaQueue
 from megascale.telemetry.path.queue import Queue
 from megascale.telemetry.path.redis_streams import RedisQueue
+from megascale.telemetry.path.run_id import run_name
 
 
 def check_address(url: str) -> None:
@@ -21,8 +21,8 @@ def check_address(url: str) -> None:
 
 
 def open_queue(url: str, run_dir: Path) -> Queue:
-    """A connection of its own to the queue of one run, by its folder's name: runs may share an
-    address. For one thread. ConfigError: no such address; QueueError: nobody is there."""
+    """A connection of its own to the queue of one run (`run_id.py`): runs may share an address. For
+    one thread. ConfigError: no such address; QueueError: nobody is there."""
     check_address(url)
-    run = re.sub(r"[^A-Za-z0-9._-]", "_", run_dir.resolve().name)
+    run = run_name(run_dir)
     return RedisQueue(url, run=run) if url.startswith("redis://") else KafkaQueue(url, run=run)

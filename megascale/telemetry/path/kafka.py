@@ -4,7 +4,7 @@
     TOPIC.RUN.positions  how far each source is stored, by key; an entry without a source is
                          `ask_again` (make it compacted, so that it stays small)
 
-RUN is the name of the run's folder.
+RUN is the run's folder and id (`run_id.py`).
 
 The store reads by assignment and commits offsets of group "store": it is one process, so no group
 has to be balanced, and one that starts again goes on behind what was done. Kafka keeps what it has

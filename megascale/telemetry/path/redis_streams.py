@@ -6,7 +6,7 @@
     NAME:RUN:generation  drawn by `ask_again`, and where it is missing: the server was emptied
     NAME:RUN:consumer:X  a lease; a consumer without one is dead
 
-RUN is the name of the run's folder, so several runs may have one address.
+RUN is the run's folder and id (`run_id.py`), so several runs may have one address.
 A server that restarts has another run id, whatever it remembers: that is the other half of the
 generation. Bytes are checked and counted in scripts, which the server runs one after another, so
 any number of streamers keep the bound.

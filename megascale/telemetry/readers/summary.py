@@ -22,7 +22,7 @@ ASKED = (
     *("communication", "bubbles", "restarts"),
 )
 """In the order of urgency among findings of one level."""
-MANY_RANKS = 1024  # from here on `late` is asked of few steps: it reads every span of them
+MANY_RANKS = 1024  # from here on `late` is asked of few steps: it scans every span of them
 LATE_STEPS = LEAST + 2  # with spans, of many ranks: as many as can call a rank late
 _RANK: dict[Level, int] = {"alert": 0, "notice": 1, "ok": 2}
 

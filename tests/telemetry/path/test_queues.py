@@ -125,16 +125,23 @@ def test_says_what_was_committed(connect: Connect) -> None:
 
 
 @pytest.mark.full
-def test_runs_of_one_address_do_not_meet(redis_server: RedisServer) -> None:
+@pytest.mark.parametrize("other_name", ["runs/b", "elsewhere/a"])
+def test_runs_of_one_address_do_not_meet(
+    redis_server: RedisServer, tmp_path: Path, other_name: str
+) -> None:
     url = f"redis://127.0.0.1:{redis_server.port}/{uuid.uuid4().hex}"
-    one, other = (open_queue(url, Path(name)) for name in ("runs/a", "runs/b"))
+    folders = [tmp_path / "runs/a", tmp_path / other_name]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    one, other = (open_queue(url, folder) for folder in folders)
     one.publish([message(1)])
     other.commit({"a:1": 1})
     assert other.take(1, 0.0) == []
     assert one.committed(["a:1"]) == {}
-    assert len(_take(one, 1)) == 1
-    one.close()
-    other.close()
+    again = open_queue(url, folders[0])  # a store, perhaps on another node
+    assert len(_take(again, 1)) == 1
+    for queue in (one, other, again):
+        queue.close()
 
 
 def test_asking_again_forgets_positions_and_is_seen(connect: Connect) -> None:
