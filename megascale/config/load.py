@@ -42,7 +42,8 @@ def parse_config(values: dict[str, Any]) -> RunConfig:
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ConfigError(f"recipe {path} does not exist; give a TOML file, see recipes/")
+        problem = "is a folder" if path.is_dir() else "does not exist"
+        raise ConfigError(f"recipe {path} {problem}; give a TOML file, see recipes/")
     try:
         text = path.read_text(encoding="utf-8")
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)

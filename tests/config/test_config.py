@@ -112,6 +112,8 @@ def test_several_problems_are_told_at_once() -> None:
 def test_missing_and_broken_recipes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load_config(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="is a folder; give a TOML file"):
+        load_config(tmp_path)
     broken = tmp_path / "broken.toml"
     broken.write_text("[training\nsteps=1")
     with pytest.raises(ConfigError, match="does not parse"):
