@@ -8,6 +8,7 @@ from megascale.errors import ConfigError
 
 _PART = re.compile(r"([^,\[\]\s]*)(?:\[([^\]\[]*)\])?([^,\[\]\s]*)$")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?$")
+MOST_NAMES = 1_000_000  # of one list; a digit too many would fill memory before any check of names
 
 
 def expand(text: str) -> list[str]:
@@ -36,6 +37,11 @@ def _numbers(ranges: str, text: str) -> list[str]:
         if int(last) < int(first):
             raise ConfigError(
                 f"nodes {text!r}: the range {part} runs backwards; write {last}-{first}"
+            )
+        if len(numbers) + int(last) - int(first) >= MOST_NAMES:
+            raise ConfigError(
+                f"nodes {text!r}: the range {part} names {int(last) - int(first) + 1:,} nodes; "
+                f"legal are {MOST_NAMES:,} in one list: is a digit too many?"
             )
         numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
     return numbers

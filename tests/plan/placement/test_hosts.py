@@ -34,5 +34,11 @@ def test_a_range_that_runs_backwards() -> None:
         expand("gpu[9-3]")
 
 
+@pytest.mark.parametrize("text", ["gpu[0-999999999]", "gpu[1-600000,1-600000]"])
+def test_a_list_that_would_fill_memory(text: str) -> None:
+    with pytest.raises(ConfigError, match="legal are 1,000,000 in one list"):
+        expand(text)
+
+
 def test_natural_order() -> None:
     assert sorted(["n10", "n2", "m1"], key=natural) == ["m1", "n2", "n10"]
