@@ -8,17 +8,20 @@ from typing import Annotated
 import typer
 
 from megascale.cli_cluster import Overrides
+from megascale.errors import ConfigError
 
 ClusterFile = Annotated[
-    str, typer.Option("--cluster", help="cluster file, or h200, h100, a100, paper")
+    str | None,
+    typer.Option("--cluster", help="cluster file, or h200 (default), h100, a100, paper"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 def plan(
+    context: typer.Context,
     recipe: Annotated[Path | None, typer.Argument(help="TOML recipe")] = None,
     overrides: Overrides = None,
-    cluster: ClusterFile = "h200",
+    cluster: ClusterFile = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="default: all of the cluster")] = None,
     top: Annotated[int, typer.Option(min=1, help="layouts to show")] = 5,
     tokens: Annotated[
@@ -50,8 +53,12 @@ def plan(
     if validate:
         from megascale.plan.validate.table import start_validation
 
+        _refuse_beside_validate(context)
         typer.echo(start_validation(data, as_json=as_json))
         return
+    if data is not None:
+        raise ConfigError("--data was given without --validate, which alone reads it; add that")
+    from megascale.plan.machine.load import DEFAULT_CLUSTER
     from megascale.plan.search.scale import Scale
     from megascale.plan.start import start_plan
 
@@ -59,7 +66,7 @@ def plan(
         start_plan(
             recipe,
             overrides or [],
-            cluster=cluster,
+            cluster=cluster or DEFAULT_CLUSTER,
             gpus=gpus,
             top=top,
             tokens=tokens,
@@ -72,10 +79,27 @@ def plan(
     )
 
 
+def _refuse_beside_validate(context: typer.Context) -> None:
+    """Validation has its own cases: what else is given would be ignored in silence."""
+    legal = {"validate", "data", "as_json"}
+    given = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name not in legal
+        if (source := context.get_parameter_source(parameter.name)) is not None
+        if source.name != "DEFAULT"
+    ]
+    if given:
+        raise ConfigError(
+            f"--validate was given with {', '.join(given)}; its cases are measured runs: "
+            "give it alone, or with --data FILE or --json"
+        )
+
+
 def simulate(
     recipe: Annotated[Path | None, typer.Argument(help="TOML recipe")] = None,
     overrides: Overrides = None,
-    cluster: ClusterFile = "h200",
+    cluster: ClusterFile = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="default: all of the cluster")] = None,
     paper: Annotated[
         str | None, typer.Option(help="replay table2, table3 or fig9 of the paper")

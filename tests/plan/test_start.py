@@ -206,3 +206,17 @@ def test_the_verb_prints_and_writes(tmp_path: Path) -> None:
     assert "Plotly.newPlot" in (tmp_path / "out.html").read_text(encoding="utf-8")
     told = CliRunner().invoke(app, [*arguments, "--json"])
     assert len(json.loads(told.output)["ranked"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["no.toml", "--validate", "--gpus", "5"], "--validate was given with recipe, --gpus;"),
+        (["--validate", "--cluster", "h200"], "--validate was given with --cluster;"),
+        (["--gpus", "8", "--data", "rows.csv"], "--data was given without --validate"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(given: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["plan", *given])
+    assert isinstance(done.exception, ConfigError)
+    assert message in str(done.exception)

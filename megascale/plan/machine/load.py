@@ -18,7 +18,8 @@ from megascale.errors import ConfigError
 from megascale.plan.machine.cluster import Cluster
 
 CATALOGUE = ("h200", "h100", "a100", "paper")
-_BOUNDS = ("ge", "le", "gt", "lt")
+DEFAULT_CLUSTER = "h200"
+_BOUNDS = {"ge": "", "le": "", "gt": "a number above ", "lt": "a number below "}
 SHARED = ("device", "nvlink", "network", "fabric", "overlap", "samples")
 
 
@@ -107,12 +108,14 @@ def _render(name: str, error: ValidationError) -> str:
         where = ".".join(str(part) for part in problem["loc"])
         message = problem["msg"].removeprefix("Value error, ")
         got = problem.get("input")
-        bound = next((v for k, v in problem.get("ctx", {}).items() if k in _BOUNDS), None)
+        bounds = [f"{_BOUNDS[k]}{v:g}" for k, v in problem.get("ctx", {}).items() if k in _BOUNDS]
         if problem["type"] == "missing":
             message = "missing; give it (the files of the catalogue show how)"
+        elif problem["type"] == "model_type":
+            message = f"got {got!r}, legal: a table, or the name of a cluster file that has it"
         elif problem["type"] != "value_error" and not isinstance(got, dict):
             message = f"{message}, got {got!r}"
-        if bound is not None:
-            message = f"{message}; nearest legal: {bound:g}"
+        if bounds:
+            message = f"{message}; nearest legal: {bounds[0]}"
         lines.append(f"{where}: {message}" if where else message)
     return f"cluster {name!r} is refused:\n" + "\n".join(lines)

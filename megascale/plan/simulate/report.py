@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from megascale.plan.case import Case
 from megascale.plan.machine.cluster import Cluster
+from megascale.plan.memory import case_memory
 from megascale.plan.report.table import table
 from megascale.plan.search.explain import describe_layout, describe_switches
+from megascale.plan.search.fit import limit_bytes
 from megascale.plan.simulate.drawing import LEGEND, draw
 from megascale.plan.simulate.timeline import StageParts, Timeline
 from megascale.plan.validate.rows import Row
-from megascale.units import flops_per_token, format_count, mfu
+from megascale.units import flops_per_token, format_bytes, format_count, mfu
 
 _NAMES = {
     "gemm_s": "GEMM",
@@ -32,7 +35,8 @@ _NAMES = {
 }
 _MEANING = (
     "(GEMM to launch: of the model's computes; TP, PP, DP: communication that nothing hides;",
-    "slowed: what computes lose beside communication; bubble: waiting for stages to compute)",
+    "slowed: what computes lose beside communication; bubble: waiting for stages to compute;",
+    "TP below 0: products in pieces take less than whole ones, by the cluster's samples)",
 )
 
 
@@ -43,6 +47,16 @@ class Simulated:
     case: Case
     cluster: Cluster
     timeline: Timeline
+
+    @cached_property
+    def stage_bytes(self) -> tuple[int, ...]:
+        """Predicted memory of a rank, by stage."""
+        stages = range(self.case.layout.pipeline)
+        return tuple(case_memory(self.case, stage).total_bytes for stage in stages)
+
+    @property
+    def fits(self) -> bool:
+        return max(self.stage_bytes) <= limit_bytes(self.cluster)
 
     @property
     def tokens_per_s(self) -> float:
@@ -84,11 +98,21 @@ def _answer(simulated: Simulated) -> Iterator[str]:
         f"  simulated for {layout.num_devices} x {cluster.device.name}, cluster {cluster.name!r}; "
         "not measured"
     )
+    most = max(simulated.stage_bytes)
+    held = f"{format_bytes(most)} on stage {simulated.stage_bytes.index(most)}"
+    limit = format_bytes(limit_bytes(cluster))
+    if simulated.fits:
+        yield f"  memory {held}, {limit} may be used"
+    else:
+        yield (
+            f"  DOES NOT FIT: needs {held}, {limit} may be used; `megascale plan` finds "
+            "layouts that fit"
+        )
 
 
 def _stage_table(timeline: Timeline) -> Iterator[str]:
     """Columns that are 0 everywhere are left out; stages that are alike are one line."""
-    shown = [name for name in _NAMES if any(getattr(p, name) > 0.0 for p in timeline.parts)]
+    shown = [name for name in _NAMES if any(getattr(p, name) != 0.0 for p in timeline.parts)]
     rows = [["stage", *(_NAMES[name] for name in shown)]]
     first = 0
     for stage, parts in enumerate(timeline.parts):
@@ -126,6 +150,9 @@ def as_document(simulated: Simulated) -> dict[str, Any]:
         "mfu_causal": simulated.mfu(causal=True),
         "tokens_per_s": simulated.tokens_per_s,
         "bubble_share": timeline.bubble_share,
+        "stage_bytes": simulated.stage_bytes,
+        "limit_bytes": limit_bytes(simulated.cluster),
+        "fits": simulated.fits,
         "mean_parts": timeline.mean_parts,
         "stages": [
             {"stage": stage, "chunks": timeline.chunks_of(stage), **asdict(parts)}

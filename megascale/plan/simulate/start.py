@@ -9,7 +9,7 @@ from pathlib import Path
 from megascale.config import RunConfig, load_config
 from megascale.errors import ConfigError
 from megascale.plan.case import case_of
-from megascale.plan.machine.load import load_cluster
+from megascale.plan.machine.load import DEFAULT_CLUSTER, load_cluster
 from megascale.plan.pricing import price
 from megascale.plan.simulate.chrome import check_trace_path, write_trace
 from megascale.plan.simulate.report import Replayed, Simulated, as_document, as_text, replay_text
@@ -21,7 +21,7 @@ def start_simulation(
     recipe: Path | None,
     overrides: Sequence[str],
     *,
-    cluster: str,
+    cluster: str | None,
     gpus: int | None,
     paper: str | None,
     trace: Path | None,
@@ -29,10 +29,18 @@ def start_simulation(
 ) -> str:
     """What the verb prints. Raises ConfigError before anything is simulated.
 
-    gpus  None: all of the cluster
+    cluster  None: DEFAULT_CLUSTER
+    gpus     None: all of the cluster
     """
     if paper is not None:
-        return _replay(paper, recipe, overrides, gpus=gpus, trace=trace, as_json=as_json)
+        given = {
+            "a recipe": recipe,
+            "--set": overrides,
+            "--cluster": cluster,
+            "--gpus": gpus,
+            "--trace": trace,
+        }
+        return _replay(paper, [word for word, value in given.items() if value], as_json=as_json)
     if recipe is None and not overrides:
         raise ConfigError(
             "nothing to simulate was given; name a recipe (see recipes/), or --paper with one of "
@@ -40,7 +48,7 @@ def start_simulation(
         )
     if trace is not None:
         check_trace_path(trace)
-    simulated = simulate_config(load_config(recipe, overrides), cluster, gpus)
+    simulated = simulate_config(load_config(recipe, overrides), cluster or DEFAULT_CLUSTER, gpus)
     document = as_document(simulated)
     if trace is not None:
         write_trace(simulated.timeline, trace, document)
@@ -61,27 +69,12 @@ def simulate_config(config: RunConfig, cluster: str, gpus: int | None) -> Simula
     return Simulated(case, machine, simulate(case, price(case, machine)))
 
 
-def _replay(
-    name: str,
-    recipe: Path | None,
-    overrides: Sequence[str],
-    *,
-    gpus: int | None,
-    trace: Path | None,
-    as_json: bool,
-) -> str:
+def _replay(name: str, given: Sequence[str], *, as_json: bool) -> str:
     if name not in PAPER:
         raise ConfigError(f"--paper is {name!r}; legal: {', '.join(PAPER)}")
-    given = {
-        "a recipe": recipe,
-        "--set": overrides,
-        "--gpus": gpus,
-        "--trace": trace,
-    }
-    found = [word for word, value in given.items() if value]
-    if found:
+    if given:
         raise ConfigError(
-            f"--paper {name} was given with {', '.join(found)}; its cases are the paper's own: "
+            f"--paper {name} was given with {', '.join(given)}; its cases are the paper's own: "
             "leave that out"
         )
     replayed = [

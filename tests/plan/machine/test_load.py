@@ -95,6 +95,8 @@ def put(path: str, value: Any) -> Change:
         (put("network.nic_gb_s", 400.0), "faster than nvlink.gb_s 300.*at most 300"),
         (put("nvlink.gb_s", 0), "nvlink.gb_s: .*nearest legal: 0.1"),
         (put("device.memory_gb_s", 2e6), "device.memory_gb_s: .*nearest legal: 100000"),
+        (put("device.gemm.share", 0.0), "device.gemm.share: .*nearest legal: a number above 0"),
+        (put("nvlink", 3), "nvlink: got 3, legal: a table, or the name of a cluster file"),
         (put("device.gemm.share", 1.2), "device.gemm.share: .*nearest legal: 1"),
         (put("device.memory.shares", {"norm": 3.0}), "memory.shares.norm is 3.0"),
         (put("overlap.compute_nvlink", 0.5), "overlap.compute_nvlink: .*nearest legal: 1"),

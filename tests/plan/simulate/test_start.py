@@ -13,6 +13,7 @@ from megascale.cli import app
 from megascale.errors import ConfigError
 from megascale.plan.simulate import start
 from megascale.plan.validate.replay import replay
+from megascale.units import format_bytes
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 SMALL = [
@@ -67,6 +68,30 @@ def test_the_document_adds_up() -> None:
     assert [stage["chunks"] for stage in document["stages"]] == [[0, 2], [1, 3]]
 
 
+def test_a_layout_that_does_not_fit_is_told() -> None:
+    document = json.loads(_start(as_json=True))
+    assert document["fits"]
+    assert len(document["stage_bytes"]) == 2
+    most = max(document["stage_bytes"])
+    assert f"  memory {format_bytes(most)} on stage" in _start()
+    deep = [*SMALL, "model.num_layers=96"]
+    document = json.loads(_start(overrides=deep, as_json=True))
+    assert not document["fits"]
+    assert max(document["stage_bytes"]) > document["limit_bytes"]
+    limit = format_bytes(document["limit_bytes"])
+    said = f"DOES NOT FIT: needs {format_bytes(max(document['stage_bytes']))} on stage"
+    assert f"{limit} may be used" in _start(overrides=deep)
+    assert said in _start(overrides=deep)
+
+
+def test_shares_sum_to_the_step_where_pieces_of_products_cost_less() -> None:
+    lines = _start(RECIPES / "llama3-8b.toml", overrides=[]).splitlines()
+    title = next(i for i, line in enumerate(lines) if line.split()[:2] == ["stage", "GEMM"])
+    shares = [float(cell) for cell in lines[title + 1].split()[1:]]
+    assert min(shares) < 0.0
+    assert sum(shares) == pytest.approx(100.0, abs=0.01 * len(shares))
+
+
 def test_a_trace_is_written_beside_the_answer(tmp_path: Path) -> None:
     path = tmp_path / "step.json"
     assert str(path) in _start(trace=path)
@@ -89,7 +114,7 @@ def test_a_trace_is_written_beside_the_answer(tmp_path: Path) -> None:
         ({"recipe": Path("no.toml")}, r"no\.toml does not exist"),
         ({"trace": Path("trace.txt")}, r"must end in \.json"),
         ({"paper": "table4"}, "--paper is 'table4'; legal: table2, table3, fig9"),
-        ({"paper": "fig9"}, "was given with a recipe, --set, --gpus"),
+        ({"paper": "fig9"}, "was given with a recipe, --set, --cluster, --gpus"),
     ],
 )
 def test_bad_input_is_refused(given: dict[str, Any], message: str) -> None:
@@ -98,7 +123,13 @@ def test_bad_input_is_refused(given: dict[str, Any], message: str) -> None:
 
 
 def test_the_papers_ladder_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[str, Any] = {"recipe": None, "overrides": [], "gpus": None, "paper": "table3"}
+    told: dict[str, Any] = {
+        "recipe": None,
+        "overrides": [],
+        "cluster": None,
+        "gpus": None,
+        "paper": "table3",
+    }
     document = json.loads(_start(**told, as_json=True))
     rows = document["rows"]
     assert [row["gpus"] for row in rows] == [256] * 9
