@@ -139,20 +139,19 @@ local value = redis.call('HGET', values, ARGV[2])
 if value then return value end
 return {newest(ARGV[2], tonumber(ARGV[1]))}
 """),
-    # milliseconds, keys -> {values, {}} or {{}, {missing key, the entry to wait behind, ...}}
+    # milliseconds, keys -> {values, {}}, or {{}, {the last missing key, the entry to wait behind}}
     "multi_get": _reads("""
-local found, missing = {}, {}
-for i = 2, #ARGV do
-  local value = redis.call('HGET', values, ARGV[i])
-  if value then
-    found[#found + 1] = value
-  else
-    missing[#missing + 1] = ARGV[i]
-    missing[#missing + 1] = newest(ARGV[i], tonumber(ARGV[1]))
+local found = {}
+for first = 2, #ARGV, 1000 do
+  local last = math.min(first + 999, #ARGV)
+  local part = redis.call('HMGET', values, unpack(ARGV, first, last))
+  for i = last - first + 1, 1, -1 do
+    local key = ARGV[first + i - 1]
+    if not part[i] then return {{}, {key, newest(key, tonumber(ARGV[1]))}} end
+    found[first + i - 2] = part[i]
   end
 end
-if #missing > 0 then found = {} end
-return {found, missing}
+return {found, {}}
 """),
     # milliseconds, keys -> {missing key, the entry to wait behind, ...}
     "wait": _reads("""
@@ -164,6 +163,18 @@ for i = 2, #ARGV do
   end
 end
 return missing
+"""),
+    # missing key, the entry to wait behind, ... -> those of the pairs that nothing has come behind
+    "unchanged": _reads("""
+local left = {}
+for i = 1, #ARGV, 2 do
+  local last = redis.call('XREVRANGE', wait_of(ARGV[i]), '+', '-', 'COUNT', 1)[1]
+  if last and last[1] == ARGV[i + 1] then
+    left[#left + 1] = ARGV[i]
+    left[#left + 1] = ARGV[i + 1]
+  end
+end
+return left
 """),
     # keys -> those that are missing
     "missing": _reads("""

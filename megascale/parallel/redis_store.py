@@ -217,13 +217,16 @@ class RedisStore(dist.Store):
         deadline_s: float,
         timeout: timedelta | None = None,
     ) -> None:
-        """Until each of the keys has changed since it was missing: one connection, one key at a
-        time, for all of them have to change."""
-        for number, (key, entry) in enumerate(missing):
+        """Until each of the keys has changed since it was missing. One connection waits for the
+        last one; when that has come most of the others have too, and one question finds out."""
+        left = list(missing)
+        while left:
+            *others, (key, entry) = left
             with self._errors():
-                if self._connections.wait_behind(key, entry, deadline_s):
-                    continue
-            self._raise_timeout([name for name, _ in missing[number:]], timeout)
+                if not self._connections.wait_behind(key, entry, deadline_s):
+                    self._raise_timeout([name for name, _ in left], timeout)
+            flat = [part for pair in others for part in pair]
+            left = _pairs(self._run("unchanged", *flat, deadline_s=deadline_s)) if flat else []
 
     def _raise_timeout(self, keys: Sequence[str], timeout: timedelta | None) -> None:
         missing = [key.decode() for key in self._run("missing", *keys)] or list(keys)

@@ -58,17 +58,30 @@ class RedisCalls:
             answer = yield Request(_get(self._prefix, key), read_answer)
             if isinstance(answer, bytes):
                 return answer
-            yield from self._block(key, answer[0])
+            yield from self._wait_behind([key, answer[0]])
+
+    def multi_get(self, keys: tuple[str, ...]) -> Steps:
+        while True:
+            found, missing = yield Request(_multi_get(self._prefix, keys), read_answer)
+            if not missing:
+                return found
+            yield from self._wait_behind(missing)
 
     def wait(self, key: str) -> Steps:
         missing = yield Request(_wait(self._prefix, key), read_answer)
-        if missing:
-            yield from self._block(key, missing[1])
+        yield from self._wait_behind(missing)
 
-    def _block(self, key: str, entry: bytes) -> Steps:
-        command = block_command(self._prefix, key, entry, WAIT_S)
-        changed = yield Request(encoded(command), read_answer)
-        assert changed is not None, f"nobody set {key} in {WAIT_S} s"
+    def _wait_behind(self, missing: Sequence[str | bytes]) -> Steps:
+        """Pairs of a key and the entry to wait behind, as `RedisStore` waits for them."""
+        while missing:
+            *others, key, entry = missing
+            assert isinstance(entry, bytes), entry
+            command = block_command(self._prefix, key, entry, WAIT_S)
+            changed = yield Request(encoded(command), read_answer)
+            assert changed is not None, f"nobody set {key!r} in {WAIT_S} s"
+            missing = others
+            if others:
+                missing = yield Request(self._script("unchanged", *others), read_answer)
 
     def _script(self, name: str, *arguments: Argument) -> bytes:
         return encoded(script_command(self._prefix, name, *arguments))
@@ -77,6 +90,11 @@ class RedisCalls:
 @lru_cache(maxsize=64)
 def _get(prefix: str, key: str) -> bytes:
     return encoded(script_command(prefix, "get", _KEEP_MS, key))
+
+
+@lru_cache(maxsize=64)
+def _multi_get(prefix: str, keys: tuple[str, ...]) -> bytes:
+    return encoded(script_command(prefix, "multi_get", _KEEP_MS, *keys))
 
 
 @lru_cache(maxsize=64)

@@ -10,8 +10,8 @@ oneself, then read the count every 10 ms until all are there. "wait" is that of 
 TORCH_DIST_INIT_BARRIER=1 asks for it: the last one sets a key that the others wait for.
 
 A communicator of NCCL costs its members an id: one sets it, the others get it. Above 128 members
-there is one for each 128, and everybody gets all. Both orders have these calls, for the groups
-that a rank belongs to.
+there is one for each 128 (torch since 2.6), and everybody gets all of them. Both orders have these
+calls, for the groups that a rank belongs to.
 """
 
 from __future__ import annotations
@@ -179,12 +179,16 @@ def _barrier(calls: Calls, key: str, world_size: int, form: Barrier) -> Steps:
 
 
 def _communicator(calls: Calls, prefix: str, ranks: Sequence[int], rank: int) -> Steps:
+    """NCCL's, when its group is first used."""
     roots = ranks[::_RANKS_PER_ROOT]
+    if len(roots) == 1:
+        key = f"{prefix}0"
+        yield from calls.set(key, _ID) if rank == roots[0] else calls.get(key)
+        return
+    keys = tuple(f"{prefix}UniqueNCCLID:{number}" for number in range(len(roots)))
     if rank in roots:
-        yield from calls.set(f"{prefix}{rank}", _ID)
-    for root in roots:
-        if rank != root:
-            yield from calls.get(f"{prefix}{root}")
+        yield from calls.set(keys[roots.index(rank)], _ID)
+    yield from calls.multi_get(keys)
 
 
 def _lazy_gloo(calls: Calls, prefix: str, rank: int, world_size: int) -> Steps:

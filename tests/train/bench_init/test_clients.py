@@ -68,12 +68,14 @@ def _one_of_two(calls: Calls, rank: int, world_size: int, got: list[Any]) -> Ste
         yield from calls.set("raw", bytes(range(256)))
         got.append((yield from calls.add("count", 40)))
         yield from calls.set("late", b"v" * 100_000)
+        yield Pause(0.05)
+        yield from calls.set("last", b"x")
     else:
         got.append((yield from calls.get("raw")))
         yield from calls.wait("late")
         got.append(len((yield from calls.get("late"))))
         got.append((yield from calls.add("count", 2)))
-        yield from calls.set("last", b"x")
+        got.append((yield from calls.multi_get(("raw", "last"))))
     yield Mark("done")
 
 
@@ -85,10 +87,11 @@ def test_calls_are_understood_by_the_server_and_by_torchs_clients(
     programs = [(r, _one_of_two(calls_of(kind), r, world_size, got[r])) for r in (0, 1)]
     with Clients(server.port, programs) as played:
         played.play(20.0)
-    assert got == {0: [bytes(range(256)), 100_000, 42], 1: [40]}
+    raw = bytes(range(256))
+    assert got == {0: [raw, 100_000, 42, [raw, b"x"]], 1: [40]}
     assert set(played.marks_s) == {"done"}
     store = torch_client(kind, server.port, 3)
-    assert store.get("raw") == bytes(range(256))
+    assert store.get("raw") == raw
     assert store.add("count", 0) == 42
     assert store.get("count") == b"42"
     assert store.check(["last"])
