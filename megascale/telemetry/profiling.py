@@ -192,7 +192,7 @@ def _places(run_dir: Path, request: Request, answers: dict[int, Answer]) -> list
         if answer.path is not None
     ]
     if len(done) > _MOST_LISTED:
-        lines.append(f"... and {len(done) - _MOST_LISTED} more ranks in the same folder")
+        lines.append(f"... and {counted(len(done) - _MOST_LISTED, 'rank')} more in the same folder")
     if request.what == "spans" and done:
         lines.append(
             f"draw them: megascale trace {run_dir} -o trace.json.gz --first {request.first_step} "
@@ -210,7 +210,7 @@ def _judge(
     silent = [rank for rank in ranks if rank not in answers]
     said = [f"rank {answer.rank}: {answer.why}" for answer in refused[:_MOST_LISTED]]
     if len(refused) > _MOST_LISTED:
-        said.append(f"{len(refused) - _MOST_LISTED} more ranks refused")
+        said.append(f"{counted(len(refused) - _MOST_LISTED, 'rank')} more refused")
     if unfinished:
         said.append(f"ranks {_listed(unfinished)} took it and were not through in {limit_s:.0f} s")
     if silent:

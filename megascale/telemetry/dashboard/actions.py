@@ -17,6 +17,7 @@ from megascale.telemetry.dashboard.driver import Driver
 from megascale.telemetry.dashboard.feeds.readers import ranks_of
 from megascale.telemetry.profiling import where_is
 from megascale.telemetry.requests import Request, free_name, read_answers, write_request
+from megascale.telemetry.shown import counted
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _MOST_PATHS = 16
@@ -60,7 +61,7 @@ def request(run_dir: Path, message: RanksRequest) -> Mapping[str, Any]:
         "num_ranks": number,
         "first_step": first,
         "last_step": asked.last_step,
-        "told": f"{number} ranks are asked for {message.what} of steps {first} to "
+        "told": f"{counted(number, 'rank')} asked for {message.what} of steps {first} to "
         f"{asked.last_step}; the newest step is {moment.step}.",
     }
 

@@ -39,6 +39,7 @@ from megascale.telemetry.diagnose.places import (
 )
 from megascale.telemetry.diagnose.stacks import Stand
 from megascale.telemetry.diagnose.waiting import Groups, Meeting, Observed, ends, find_waits
+from megascale.telemetry.shown import counted
 from megascale.topology import AXES, Mesh
 
 __all__ = ["RankView", "covering_group", "localise", "mesh_groups", "stacks_wanted"]
@@ -257,7 +258,7 @@ def _sentence(why: Mapping[int, str], places: Mapping[int, str], others: Counter
         f"rank {rank}: {reason}{f', in {places[rank]}' if rank in places else ''}"
         for rank, reason in sorted(why.items())[:4]
     ]
-    parts += [f"{len(why) - 4} ranks more"] * (len(why) > 4)
+    parts += [f"{counted(len(why) - 4, 'rank')} more"] * (len(why) > 4)
     parts += [f"{count} others in {place}" for place, count in others.most_common(2)]
     return "; ".join(parts)
 

@@ -27,6 +27,7 @@ from megascale.telemetry.diagnose.hang import covering_group, mesh_groups
 from megascale.telemetry.diagnose.ongoing_meetings import Meeting, Records, find_meetings
 from megascale.telemetry.diagnose.ongoing_order import is_further, place, since_ns
 from megascale.telemetry.diagnose.waiting import ends
+from megascale.telemetry.shown import counted
 from megascale.topology import Mesh
 
 OF_PEERS = ("timed out", "timeout", "connection", "peer", "socket", "nccl", "gloo", "abort")
@@ -194,11 +195,11 @@ def _first_for(guilty: Sequence[int], meetings: Sequence[Meeting]) -> Meeting | 
 
 def _sentence(why: Mapping[int, str], first: Meeting | None, waiting: int, num_ranks: int) -> str:
     parts = [f"rank {rank}: {reason}" for rank, reason in sorted(why.items())[:4]]
-    parts += [f"{len(why) - 4} ranks more"] * (len(why) > 4)
+    parts += [f"{counted(len(why) - 4, 'rank')} more"] * (len(why) > 4)
     if first is not None:
         came = len(first.members) - len(first.missing)
         parts.append(f"{came} of {len(first.members)} came to {first}")
         if not why:
             parts.append("nobody is missing: the transport, or a rank that says it came")
-    parts.append(f"{waiting} of {num_ranks} ranks wait")
+    parts.append(f"{waiting} of {num_ranks} ranks {'waits' if waiting == 1 else 'wait'}")
     return "; ".join(parts)

@@ -18,6 +18,7 @@ from typing import Any
 from megascale.env import child_environment, hostname
 from megascale.errors import ConfigError, DataError, LaunchError
 from megascale.telemetry.requests import Request, free_name, write_request
+from megascale.telemetry.shown import counted
 
 INTERVAL_MS, SECONDS = 2.0, 10.0
 _LEAST_MS, _MOST_MS, _MOST_S = 1.0, 1000.0, 600.0
@@ -115,9 +116,8 @@ def told(achieved: dict[str, Any], file: Path) -> Sequence[str]:
     how_well = (
         f"every {achieved['median_ms']:.3f} ms (asked {achieved['asked_ms']:g}), 99 of 100 within "
         f"{achieved['p99_ms']:.3f} ms, the longest {achieved['longest_ms']:.3f} ms, "
-        f"{achieved['missed']} ticks missed; {100 * achieved['cpu_share']:.1f} % of a core"
+        f"{counted(achieved['missed'], 'tick')} missed; {100 * achieved['cpu_share']:.1f} % of a "
+        "core"
     )
-    return [
-        f"{achieved['num_samples']} samples of {achieved['num_ports']} ports in {file}",
-        how_well,
-    ]
+    num_samples = counted(achieved["num_samples"], "sample")
+    return [f"{num_samples} of {counted(achieved['num_ports'], 'port')} in {file}", how_well]

@@ -11,7 +11,7 @@ from megascale.errors import DataError
 from megascale.telemetry.diagnose.transfers import Part, Rate, parts_of, rates
 from megascale.telemetry.readers.answer import Answer, Window
 from megascale.telemetry.readers.asking import number_option
-from megascale.telemetry.shown import named, seconds, table
+from megascale.telemetry.shown import counted, named, seconds, table
 from megascale.telemetry.store.run import Run
 
 DEFAULT_STEPS = 200
@@ -47,7 +47,7 @@ def ask(run: Run, window: Window) -> Answer:
         caveats.append(f"no bytes were recorded of {', '.join(unsized)}: only times are known")
     if len(ranks) < run.mesh.world_size:
         caveats.append(
-            f"of {run.mesh.world_size} ranks {len(ranks)} are looked at; --ranks chooses"
+            f"{counted(len(ranks), 'rank')} of {run.mesh.world_size} looked at; --ranks chooses"
         )
     return Answer(
         level="notice" if slow else "ok",

@@ -19,7 +19,7 @@ from megascale.telemetry.diagnose.summary import COMPUTE, WAITING
 from megascale.telemetry.readers.answer import Answer, Level, Window
 from megascale.telemetry.readers.asking import host_list, numbers
 from megascale.telemetry.readers.host_held import HostHeld, host_held
-from megascale.telemetry.shown import named, percent, table
+from megascale.telemetry.shown import counted, named, percent, table
 from megascale.telemetry.store.run import Run
 
 DEFAULT_STEPS = 30_000
@@ -45,7 +45,9 @@ def ask(run: Run, window: Window) -> Answer:
         launches = _launches(run, first, last, float(np.nanmedian(step_ms_S)))
     caveats = run.caveats()
     if len(means.step_S) < LEAST_STEPS:
-        caveats.append(f"{len(means.step_S)} steps are too few to see growth ({LEAST_STEPS})")
+        caveats.append(
+            f"{counted(len(means.step_S), 'step')}: too few to see growth ({LEAST_STEPS})"
+        )
     held = host_held(run, first, last)
     level: Level = "alert" if whole and grown else "notice" if grown or held else "ok"
     return Answer(

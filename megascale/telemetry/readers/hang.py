@@ -16,7 +16,7 @@ from megascale.events import Ongoing
 from megascale.telemetry.diagnose.ongoing import Stall, stalled
 from megascale.telemetry.readers.answer import Answer, Window
 from megascale.telemetry.readers.asking import hosts
-from megascale.telemetry.shown import named, ranks_text, seconds, table
+from megascale.telemetry.shown import counted, named, ranks_text, seconds, table
 from megascale.telemetry.store.run import Run
 
 STATES = ("ok", "waiting", "silent")
@@ -78,7 +78,10 @@ def _young(records: Mapping[int, Ongoing]) -> list[str]:
 def _sentence(run: Run, stall: Stall, records: Mapping[int, Ongoing]) -> str:
     finding = stall.finding
     longest_s = max(record.waited_ns for record in records.values()) / 1e9
-    waits = f"{len(records):,} of {run.mesh.world_size:,} ranks wait, for {seconds(longest_s)} when"
+    wait = "waits" if len(records) == 1 else "wait"
+    waits = (
+        f"{len(records):,} of {run.mesh.world_size:,} ranks {wait}, for {seconds(longest_s)} when"
+    )
     where = "" if finding.step is None else f"step {finding.step}: "
     if not finding.ranks:
         return (
@@ -107,7 +110,7 @@ def _lines(stall: Stall) -> list[str]:
         waiting, missing = ranks_text(meeting.waiting, 4), ranks_text(meeting.missing, 4)
         rows.append([str(meeting), str(came), str(len(meeting.members)), waiting, missing or "-"])
     more = len(told) - _SHOWN
-    return table(rows) + ([f"and {more} operations more"] if more > 0 else [])
+    return table(rows) + ([f"and {counted(more, 'operation')} more"] if more > 0 else [])
 
 
 # ---------------------------------------------------------------- for the 3D view

@@ -268,7 +268,7 @@ def _lines(uses: Sequence[PortUse]) -> list[str]:
         for use in sorted(uses, key=_worst_first)[:_SHOWN]
     ]
     more = len(uses) - _SHOWN
-    return table(rows) + ([f"and {more} ports more"] if more > 0 else [])
+    return table(rows) + ([f"and {counted(more, 'port')} more"] if more > 0 else [])
 
 
 def _communication_lines(found: Sequence[dict[str, Any]]) -> list[str]:

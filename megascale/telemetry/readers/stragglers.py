@@ -66,8 +66,8 @@ def ask(run: Run, window: Window) -> Answer:
         )
     elif found.window_steps < WINDOW_STEPS:
         caveats.append(
-            f"windows of {found.window_steps} steps instead of {WINDOW_STEPS}: only coarse "
-            "slowness is found"
+            f"windows of {counted(found.window_steps, 'step')} instead of {WINDOW_STEPS}: only "
+            "coarse slowness is found"
         )
     return Answer(
         level="ok" if found.finding is None else "alert",
@@ -105,8 +105,8 @@ def _sentence(run: Run, found: Found, first: int, last: int) -> str:
     verb = "computes" if len(guilty) == 1 else "compute"
     return (
         f"{named(guilty)}{at}{of_hosts} {verb} {much} slower than the "
-        f"{counted(peers, 'peer')} of the stage, over the last {number} windows of "
-        f"{found.window_steps} steps (up to step {found.finding.step})"
+        f"{counted(peers, 'peer')} of the stage, over the last {counted(number, 'window')} of "
+        f"{counted(found.window_steps, 'step')} (up to step {found.finding.step})"
     )
 
 

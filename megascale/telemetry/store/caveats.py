@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megascale.telemetry.shown import counted, named, ranks_text
+from megascale.telemetry.shown import counted, named
 from megascale.telemetry.store.starts import Extents, Headers
 from megascale.topology import Mesh
 
@@ -56,14 +56,13 @@ def _missing_ranks(seen: Seen) -> Iterator[str]:
     missing = np.setdiff1d(np.arange(seen.mesh.world_size), there)
     if len(missing):
         yield (
-            f"{len(missing)} of {seen.mesh.world_size} ranks have recorded nothing in the newest "
-            f"start: {ranks_text(missing)}; the others are shown"
+            f"{named(missing.tolist())} of {seen.mesh.world_size} recorded nothing in the newest "
+            "start; the others are shown"
         )
     silent = np.setdiff1d(there, seen.extents.rank_E[seen.number_E == newest])
     if len(silent) and (seen.number_E == newest).any():
         yield (
-            f"{len(silent)} ranks have finished no step of the newest start, others have: "
-            f"{ranks_text(silent)}"
+            f"{named(silent.tolist())} finished no step of the newest start, in which others did"
         )
 
 
@@ -74,7 +73,7 @@ def _contradicting_headers(seen: Seen) -> Iterator[str]:
         found = {layouts[i] for i in own}
         if len(found) > 1:
             worlds = " and ".join(
-                f"{world} ranks (tensor {t}, data {d}, pipeline {p})"
+                f"{counted(world, 'rank')} (tensor {t}, data {d}, pipeline {p})"
                 for world, t, d, p in sorted(found)
             )
             yield (
@@ -89,7 +88,7 @@ def _repeated_steps(seen: Seen) -> Iterator[str]:
     if len(twice):
         at = twice[0]
         yield (
-            f"ranks {ranks_text(np.unique(e.rank_E[twice]))} recorded steps twice in start "
+            f"{named(np.unique(e.rank_E[twice]).tolist())} recorded steps twice in start "
             f"{seen.number_E[at]}: they rolled back, or two runs wrote to this folder; the later "
             "record of a step counts"
         )
@@ -127,8 +126,8 @@ def _dropped(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         total = sum(row["count"] or 0 for row in rows)
         ranks = sorted({row["rank"] for row in rows})
         yield (
-            f"{total} events of ranks {ranks_text(ranks)} were dropped because a buffer was full; "
-            "raise telemetry.buffer_events, or telemetry.span_interval"
+            f"{counted(total, 'event')} of {named(ranks)} lost because a buffer was full; raise "
+            "telemetry.buffer_events, or telemetry.span_interval"
         )
 
 

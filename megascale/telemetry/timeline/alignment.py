@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megascale.telemetry.diagnose.clocks import Clocks, Meetings, align
+from megascale.telemetry.shown import counted
 from megascale.telemetry.timeline.ends import COLLECTIVE, NONE, RECEIVE, SEND, Columns
 from megascale.telemetry.timeline.source import Place
 
@@ -60,7 +61,7 @@ class Alignment:
         widest = int(known[np.argmax(clocks.error_ns_H[known])])
         moved = int(known[np.argmax(np.abs(clocks.correction_ns_H[known]))])
         said = (
-            f"clocks of {len(known)} hosts aligned to within "
+            f"clocks of {counted(len(known), 'host')} aligned to within "
             f"{clocks.error_ns_H[widest] / 1e6:.3f} ms of {self.hosts[clocks.reference]}'s (the "
             f"least certain is {self.hosts[widest]}'s); the largest correction is "
             f"{clocks.correction_ns_H[moved] / 1e6:+.3f} ms, of {self.hosts[moved]}"
@@ -73,8 +74,8 @@ class Alignment:
         if clocks.unknown:
             names = ", ".join(self.hosts[number] for number in clocks.unknown[:8])
             said += (
-                f". {len(clocks.unknown)} hosts exchange nothing in these steps that would tell "
-                f"their clocks, which are as they were recorded: {names}"
+                f". Nothing in these steps tells the clocks of "
+                f"{counted(len(clocks.unknown), 'host')}, which are as they were recorded: {names}"
             )
         return said
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megascale.errors import ConfigError
 from megascale.telemetry.readers.answer import Window
+from megascale.telemetry.shown import counted
 from megascale.telemetry.store.run import open_run
 from megascale.telemetry.timeline.drawing import Drawn, draw_timeline
 from megascale.telemetry.timeline.selection import Selection
@@ -42,9 +43,10 @@ def _said(drawn: Drawn, output: Path, bounds: tuple[int, int]) -> list[str]:
     counts = drawn.arrows
     first, last = bounds
     written = (
-        f"{output}: {len(drawn.ranks) - len(drawn.missing)} ranks, steps {first} to {last}, "
-        f"{drawn.num_spans} spans, {counts.arrows} arrows; open it in ui.perfetto.dev or "
-        "chrome://tracing"
+        f"{output}: {counted(len(drawn.ranks) - len(drawn.missing), 'rank')}, steps {first} to "
+        f"{last}, "
+        f"{counted(drawn.num_spans, 'span')}, {counted(counts.arrows, 'arrow')}; open it in "
+        "ui.perfetto.dev or chrome://tracing"
     )
     lines = [written, f"note: {drawn.alignment}"]
     if not drawn.num_spans:
@@ -56,7 +58,7 @@ def _said(drawn: Drawn, output: Path, bounds: tuple[int, int]) -> list[str]:
     if drawn.missing:
         more = "" if len(drawn.missing) <= _MOST_NAMED else ", ..."
         names = ", ".join(map(str, drawn.missing[:_MOST_NAMED]))
-        lines.append(f"note: {len(drawn.missing)} ranks recorded nothing: {names}{more}")
+        lines.append(f"note: {counted(len(drawn.missing), 'rank')} recorded nothing: {names}{more}")
     if counts.lost:
         lines.append(
             f"note: {counts.lost} sends, receives and members of collectives have no arrow, "

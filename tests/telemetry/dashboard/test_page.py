@@ -193,7 +193,7 @@ def test_with_the_token_a_person_acts_and_without_nothing_is_offered(
             page.get_by_role("button", name="Unlock").click()
             page.get_by_role("spinbutton", name="Steps").fill("2")
             page.get_by_role("button", name="Ask", exact=True).click()
-            page.get_by_text("16 ranks are asked for spans of steps").wait_for()
+            page.get_by_text("16 ranks asked for spans of steps").wait_for()
             page.get_by_role("textbox", name="Node").fill("n1")
             page.get_by_role("textbox", name="Why").fill("slow")
             shot(page, "act")

@@ -11,6 +11,7 @@ from typing import Any
 from megascale.events import Span
 from megascale.telemetry.dashboard.answers import Body, RefusedError, json_body
 from megascale.telemetry.readers.answer import Window
+from megascale.telemetry.shown import counted
 from megascale.telemetry.store.run import Run
 
 MOST_RANKS = 512
@@ -44,7 +45,8 @@ def spans(run: Run, window: Window) -> Body:
     if len(found) > MOST_SPANS:
         raise RefusedError(
             422,
-            f"steps {first} to {last} of {len(ranks)} ranks are {len(found)} spans; ask for fewer "
+            f"steps {first} to {last} of {counted(len(ranks), 'rank')} hold "
+            f"{counted(len(found), 'span')}; ask for fewer "
             f"steps or ranks: {MOST_SPANS} at most",
         )
     return json_body({"first": first, "last": last, "sampled": sampled, **columns(found)})

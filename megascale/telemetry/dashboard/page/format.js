@@ -8,6 +8,11 @@ export function count(value) {
   return value === null || value === undefined ? DASH : whole.format(value);
 }
 
+// `1 rank`, `1,024 ranks`.
+export function counted(value, what) {
+  return `${count(value)} ${value === 1 ? what : `${what}s`}`;
+}
+
 // `digits` significant ones, thousands in groups.
 export function number(value, digits = 3) {
   if (value === null || value === undefined || !Number.isFinite(value)) return DASH;

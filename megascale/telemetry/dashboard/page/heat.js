@@ -4,7 +4,7 @@ import { paced } from "/page/app.js";
 import { get } from "/page/api.js";
 import { ramp, workColour } from "/page/colour.js";
 import { add, choice, fill, h, panel, segments, setOptions } from "/page/dom.js";
-import { count, number, signed, sentence } from "/page/format.js";
+import { count, counted, number, signed, sentence } from "/page/format.js";
 import { cells, firstPhase, fromAnswers, gather, relative, span } from "/page/heat-data.js";
 import { Grid } from "/page/heat-grid.js";
 import { PhaseRows } from "/page/heat-phases.js";
@@ -159,7 +159,7 @@ class HeatView {
 
   #label() {
     const worst = this.heat.outliers.length;
-    const what = this.shape === "hosts" ? `${this.phase}, ${count(this.cells.values.length)} ${this.unit === "rank" ? "ranks" : this.unit === "host" ? "hosts" : "switches"} on ${count(this.groups.host.length)} ${this.groups.host.length === 1 ? "host" : "hosts"}` : `${this.heat.phases.length} phases of ${count(this.heat.ranks.length)} ranks`;
+    const what = this.shape === "hosts" ? `${this.phase}, ${this.unit === "switch" ? `${count(this.cells.values.length)} switches` : counted(this.cells.values.length, this.unit)} on ${counted(this.groups.host.length, "host")}` : `${counted(this.heat.phases.length, "phase")} of ${counted(this.heat.ranks.length, "rank")}`;
     this.surface.canvas.setAttribute("aria-label", `Heat map: ${what}. ${worst ? `${worst} stand out, listed beside.` : "Nothing stands out."} Arrow keys walk, Enter selects, plus and minus zoom.`);
     this.said.textContent = `${what}. ${sentence(this.answer.summary)}`;
   }

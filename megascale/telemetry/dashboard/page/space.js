@@ -5,7 +5,7 @@ import { paced } from "/page/app.js";
 import { get } from "/page/api.js";
 import { workColour } from "/page/colour.js";
 import { add, fill, h, panel } from "/page/dom.js";
-import { count, lasting, rankList, sentence } from "/page/format.js";
+import { count, counted, lasting, rankList, sentence } from "/page/format.js";
 import { AXES, SHORT } from "/page/mesh.js";
 import { boxAt, drawScene } from "/page/space-draw.js";
 import { Camera, STATES, boxesOf } from "/page/space-scene.js";
@@ -135,8 +135,8 @@ class SpaceView {
     const bad = hang.level === "alert";
     const buttons = this.guilty.slice(0, MOST_BUTTONS).map((rank) => h("button", { type: "button", on: { click: () => this.app.select(rank) } }, `Rank ${rank}`));
     const waiting = this.state.reduce((sum, one) => sum + (STATES[one] === "waiting"), 0);
-    const counted = waiting ? `${count(waiting)} ranks wait` : "";
-    fill(this.side, panel("Hang", h("span", { class: "muted" }, counted), h("p", { class: bad ? "bad" : "" }, sentence(hang.summary)), buttons.length ? h("div", { class: "bar" }, buttons) : null), this.#facts());
+    const standing = waiting ? `${counted(waiting, "rank")} ${waiting === 1 ? "waits" : "wait"}` : "";
+    fill(this.side, panel("Hang", h("span", { class: "muted" }, standing), h("p", { class: bad ? "bad" : "" }, sentence(hang.summary)), buttons.length ? h("div", { class: "bar" }, buttons) : null), this.#facts());
   }
 
   #facts() {

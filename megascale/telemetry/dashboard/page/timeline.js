@@ -3,7 +3,7 @@
 import { get } from "/page/api.js";
 import { WORK_NAMES, workColour } from "/page/colour.js";
 import { add, choice, fill, h, segments, setOptions } from "/page/dom.js";
-import { bytes, count, lasting } from "/page/format.js";
+import { bytes, count, counted, lasting } from "/page/format.js";
 import { AXES, SHORT } from "/page/mesh.js";
 import { Surface, pointing } from "/page/surface.js";
 import { meeting, rowsOf } from "/page/timeline-data.js";
@@ -114,7 +114,7 @@ class TimelineView {
     const { columns } = this.data;
     const number = columns.rank.length;
     const steps = columns.first === columns.last ? `step ${count(columns.first)}` : `steps ${count(columns.first)} to ${count(columns.last)}`;
-    const text = number ? `${steps}, ${count(this.shown.length)} ranks, ${count(number)} spans, ${lasting(this.data.end / 1e6)}` : columns.sampled.length ? `No spans of these ranks in ${steps}.` : "No step was sampled yet: spans come every telemetry.span_interval steps.";
+    const text = number ? `${steps}, ${counted(this.shown.length, "rank")}, ${counted(number, "span")}, ${lasting(this.data.end / 1e6)}` : columns.sampled.length ? `No spans of these ranks in ${steps}.` : "No step was sampled yet: spans come every telemetry.span_interval steps.";
     this.said.textContent = `${text}. Click a span for what it waited for; wheel zooms, drag moves, arrow keys too.`;
     this.surface.canvas.setAttribute("aria-label", `Timeline: ${text}`);
   }
@@ -165,7 +165,7 @@ class TimelineView {
     if (!this.met) this.said.textContent = `${what}.`;
     else if (this.met.kind === "alone") this.said.textContent = `${what}. Its other ends are in no row here: choose another group.`;
     else if (this.met.kind === "transfer") this.said.textContent = `${what}. From rank ${columns.rank[this.met.members[0]]} to rank ${columns.rank[this.met.members.at(-1)]}.`;
-    else this.said.textContent = `${what}. ${count(this.met.members.length)} ranks met; rank ${columns.rank[this.met.late]} came last, ${lasting(this.met.wait_us / 1e6)} after the first.`;
+    else this.said.textContent = `${what}. ${counted(this.met.members.length, "rank")} met; rank ${columns.rank[this.met.late]} came last, ${lasting(this.met.wait_us / 1e6)} after the first.`;
   }
 
   #move(change) {
