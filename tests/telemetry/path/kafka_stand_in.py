@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -51,7 +52,9 @@ class Broker:
 
 
 class Producer:
-    def __init__(self, broker: Broker, *, bootstrap_servers: str, acks: str) -> None:
+    def __init__(
+        self, broker: Broker, *, bootstrap_servers: str, bootstrap_timeout_ms: int, acks: str
+    ) -> None:
         assert acks == "all", "or what a broker took may be lost"
         self._broker = broker
 
@@ -78,6 +81,7 @@ class Consumer:
         broker: Broker,
         *,
         bootstrap_servers: str,
+        bootstrap_timeout_ms: int,
         group_id: str | None,
         enable_auto_commit: bool,
     ) -> None:
@@ -90,8 +94,8 @@ class Consumer:
     def seek(self, partition: TopicPartition, offset: int) -> None:
         self._at[partition] = offset
 
-    def seek_to_beginning(self, partition: TopicPartition) -> None:
-        self._at[partition] = 0
+    def seek_to_beginning(self, *partitions: TopicPartition) -> None:
+        self._at |= dict.fromkeys(partitions, 0)
 
     def position(self, partition: TopicPartition) -> int:
         return self._at[partition]
@@ -130,8 +134,8 @@ class Consumer:
 def client_of(broker: Broker) -> Any:
     """In place of the module `kafka`."""
     return SimpleNamespace(
-        KafkaProducer=lambda **options: Producer(broker, **options),
-        KafkaConsumer=lambda **options: Consumer(broker, **options),
+        KafkaProducer=partial(Producer, broker),
+        KafkaConsumer=partial(Consumer, broker),
         TopicPartition=TopicPartition,
         OffsetAndMetadata=OffsetAndMetadata,
         errors=SimpleNamespace(KafkaError=KafkaError),

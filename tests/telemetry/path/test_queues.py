@@ -3,7 +3,9 @@ Kafka there is a stand-in for the client's library (`kafka_stand_in.py`) and no 
 
 from __future__ import annotations
 
-import importlib.util
+import inspect
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -170,10 +172,38 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
         RedisQueue(url)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("kafka") is not None, reason="kafka-python is there")
-def test_without_its_library_kafka_says_what_to_install() -> None:
-    with pytest.raises(MissingExtraError, match="pip install kafka-python"):
+def test_without_its_library_kafka_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kafka", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'megascale\[kafka\]'"):
         KafkaQueue("kafka://host:1/topic")
+
+
+def test_kafkas_own_client_says_that_nobody_is_there() -> None:
+    """In a process of its own: of a connection that fails the client leaves sockets behind."""
+    pytest.importorskip("kafka", reason="extra kafka")
+    program = (
+        "from megascale.telemetry.path import kafka\n"
+        "kafka.TIMEOUT_S = 0.2\n"
+        "try:\n    kafka.KafkaQueue('kafka://127.0.0.1:1/run')\n"
+        "except kafka.QueueError as error:\n    print(error)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert ran.stdout.startswith("kafka://127.0.0.1:1/run: KafkaTimeoutError")
+
+
+def test_kafkas_own_client_has_what_is_used_of_it() -> None:
+    client = pytest.importorskip("kafka", reason="extra kafka")
+    for name in ("KafkaProducer", "KafkaConsumer"):
+        theirs, ours = getattr(client, name), getattr(client_of(Broker()), name)
+        given = inspect.signature(ours.func.__init__).parameters.keys() - {"self", "broker"}
+        assert given <= theirs.DEFAULT_CONFIG.keys(), name
+        for call in (one for one in vars(ours.func) if not one.startswith("_")):
+            parameters = inspect.signature(getattr(ours.func, call)).parameters
+            assert parameters.keys() <= inspect.signature(getattr(theirs, call)).parameters.keys()
+    assert client.OffsetAndMetadata._fields == client_of(Broker()).OffsetAndMetadata._fields
+    assert issubclass(client.errors.KafkaError, Exception)
 
 
 def test_a_server_that_is_not_there_is_said() -> None:
