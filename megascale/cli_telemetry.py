@@ -124,7 +124,10 @@ def dashboard(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free")] = 0,
     token_file: Annotated[
         Path | None,
-        typer.Option(help="who has its token may act; of a driver's address: the driver's token"),
+        typer.Option(
+            help="who has its token may act; of a driver's address: the driver's token, else of "
+            "MEGASCALE_TOKEN_FILE"
+        ),
     ] = None,
     open_browser: Annotated[
         bool, typer.Option("--open/--no-open", help="open it in a browser")

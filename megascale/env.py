@@ -18,6 +18,7 @@ import socket
 from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from megascale.errors import LaunchError
@@ -34,6 +35,7 @@ SELFCHECK_FAULT = "MEGASCALE_SELFCHECK_FAULT"  # for tests: see `selfcheck_fault
 MEMORY_SLOTS = "MEGASCALE_MEMORY_SLOTS"
 RESUME = "MEGASCALE_RESUME"
 START = "MEGASCALE_START"  # see `RankEnvironment.start`
+TOKEN_FILE = "MEGASCALE_TOKEN_FILE"  # of a driver, for who asks it; a path, so no secret is here
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _SRUN = ("SLURM_PROCID", "SLURM_LOCALID")
 _PORTS = range(20_000, 30_000)  # below the ephemeral range, from which the kernel serves others
@@ -251,13 +253,19 @@ def agent_environment(variables: Mapping[str, str] | None = None) -> AgentEnviro
     """The MEGASCALE_* variables. LaunchError for one that is not known or not a number."""
     env = os.environ if variables is None else variables
     names = ("MEGASCALE_PROGRESS_PAGE", FAULT_ORDERS, MEMORY_SLOTS)
-    known = {*names, "MEGASCALE_EPOCH", RESUME, SELFCHECK_FAULT, START}
+    known = {*names, "MEGASCALE_EPOCH", RESUME, SELFCHECK_FAULT, START, TOKEN_FILE}
     unknown = sorted(name for name in env if name.startswith("MEGASCALE_") and name not in known)
     if unknown:
         raise LaunchError(f"unknown variable {unknown[0]}; known: {', '.join(sorted(known))}")
     epoch = _integer(env, "MEGASCALE_EPOCH") if "MEGASCALE_EPOCH" in env else 0
     page, fault_orders, memory_slots = (env.get(name) for name in names)
     return AgentEnvironment(page, epoch, fault_orders, memory_slots, env.get(RESUME) == "disk")
+
+
+def driver_token_file(variables: Mapping[str, str] | None = None) -> Path | None:
+    """MEGASCALE_TOKEN_FILE: where the token of a driver lies that is asked by its address."""
+    env = os.environ if variables is None else variables
+    return Path(env[TOKEN_FILE]) if env.get(TOKEN_FILE) else None
 
 
 def selfcheck_faults(variables: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -16,6 +16,7 @@ from megascale.env import (
     RankEnvironment,
     agent_environment,
     child_environment,
+    driver_token_file,
     first_slurm_node,
     free_port,
     installed_versions,
@@ -197,6 +198,14 @@ def test_agent_variables() -> None:
     assert agent_environment({"MEGASCALE_RESUME": "disk"}).from_disk
     with pytest.raises(LaunchError, match="unknown variable MEGASCALE_EPOHC; known: MEGASCALE_EPO"):
         agent_environment({"MEGASCALE_EPOHC": "7"})
+
+
+def test_a_drivers_token_file() -> None:
+    assert driver_token_file({}) is driver_token_file({"MEGASCALE_TOKEN_FILE": ""}) is None
+    assert driver_token_file({"MEGASCALE_TOKEN_FILE": "run/driver/token"}) == Path(
+        "run/driver/token"
+    )
+    assert agent_environment({"MEGASCALE_TOKEN_FILE": "x"}) == AgentEnvironment(), "it is no rank's"
 
 
 def test_multicast() -> None:

@@ -13,11 +13,11 @@ import webbrowser
 from collections.abc import Callable
 from pathlib import Path
 
-from megascale.env import hostname
+from megascale.env import driver_token_file, hostname
 from megascale.errors import DataError, LaunchError, require_extra
 from megascale.telemetry.dashboard.app import make_app
 from megascale.telemetry.dashboard.guard import Guard
-from megascale.telemetry.dashboard.source import find_source
+from megascale.telemetry.dashboard.source import find_source, is_address
 from megascale.telemetry.dashboard.state import State
 
 try:
@@ -98,6 +98,8 @@ def serve(
     from megascale.telemetry.readers import READERS
     from megascale.telemetry.store.run import open_run
 
+    if token_file is None and is_address(given):
+        token_file = driver_token_file()
     token = None if token_file is None else read_token(token_file)
     source = find_source(given, token_file)
     state = State(source, open_run, READERS, may_write=token is not None)

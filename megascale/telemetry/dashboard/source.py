@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from megascale.env import TOKEN_FILE
 from megascale.errors import DataError, LaunchError
 from megascale.telemetry.dashboard.driver import Driver
 
@@ -26,17 +27,21 @@ class Source:
     driver: Driver | None
 
 
+def is_address(given: str) -> bool:
+    return urlsplit(given).scheme in ("http", "https")
+
+
 def find_source(given: str, token_file: Path | None) -> Source:
     """`given` is RUN_DIR or http://HOST:PORT of a driver, whose token `token_file` then holds.
 
     Raises DataError for what is neither; LaunchError for a driver that does not answer, or that
     will not have the token.
     """
-    if urlsplit(given).scheme in ("http", "https"):
+    if is_address(given):
         if token_file is None:
             raise LaunchError(
                 f"{given} is a driver, which answers nobody without its token; give the file with "
-                "--token-file RUN_DIR/driver/token"
+                f"--token-file RUN_DIR/driver/token, or in {TOKEN_FILE}"
             )
         driver = Driver(given, token_file)
         return Source(_its_run_dir(driver), driver)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megascale.errors import DataError, LaunchError
+from megascale.telemetry.dashboard.server import Server, serve
 from megascale.telemetry.dashboard.source import find_source
 from tests.telemetry.dashboard.served import TOKEN, FakeDriver, ask, dashboard, make_run
 from tests.telemetry.dashboard.waiting import until
@@ -29,6 +30,26 @@ def test_a_folder_leads_to_its_driver_and_a_driver_to_its_folder(run: Path) -> N
                 seen = until(lambda: ask(serving, "/api/driver").json()["status"], "its status")
                 assert seen["ettr"] == 0.8
                 assert ask(serving, "/api/overview").json()["run_dir"] == str(run)
+
+
+def test_the_drivers_token_by_the_environment(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def waited(server: Server) -> None:
+        """In place of waiting for Ctrl-C."""
+        until(lambda: ask(server, "/api/driver").json()["status"], "its status")
+        reply = ask(server, "/api/evict", method="POST", body=EVICT, headers=PRESENTED)
+        said.append(str(reply.status))
+
+    monkeypatch.setattr(Server, "wait", waited)
+    of = {"host": "127.0.0.1", "port": 0, "token_file": None, "open_browser": False}
+    with FakeDriver(run) as driver:
+        with pytest.raises(LaunchError, match=r"or in MEGASCALE_TOKEN_FILE"):
+            serve(driver.url, **of, say=said.append)  # type: ignore[arg-type]
+        monkeypatch.setenv("MEGASCALE_TOKEN_FILE", str(driver.beside(run)))
+        serve(driver.url, **of, say=said.append)  # type: ignore[arg-type]
+        assert said[-1] == "202"
+        assert driver.evicted == [EVICT | {"block": True}]
 
 
 def test_a_driver_that_goes_is_told_and_the_next_one_found(run: Path) -> None:
