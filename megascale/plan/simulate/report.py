@@ -108,6 +108,7 @@ def _answer(simulated: Simulated) -> Iterator[str]:
             f"  DOES NOT FIT: needs {held}, {limit} may be used; `megascale plan` finds "
             "layouts that fit"
         )
+    yield "  without slow nodes, late launches and fixed costs, which `megascale plan` counts"
 
 
 def _stage_table(timeline: Timeline) -> Iterator[str]:
@@ -153,6 +154,7 @@ def as_document(simulated: Simulated) -> dict[str, Any]:
         "stage_bytes": simulated.stage_bytes,
         "limit_bytes": limit_bytes(simulated.cluster),
         "fits": simulated.fits,
+        "effects_of_scale": False,
         "mean_parts": timeline.mean_parts,
         "stages": [
             {"stage": stage, "chunks": timeline.chunks_of(stage), **asdict(parts)}

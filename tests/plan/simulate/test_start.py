@@ -43,6 +43,8 @@ def test_the_text_says_what_is_simulated_and_where_the_time_goes() -> None:
     assert lines[0].startswith(f"step {document['step_s']:.3f} s   MFU {document['mfu']:.1%}")
     assert lines[1] == "  TP 2, PP 2 x 2, DP 2, micro-batch 1, 4 micro-batches"
     assert lines[3].endswith("'h200'; not measured")
+    assert lines[5].startswith("  without slow nodes, late launches and fixed costs")
+    assert document["effects_of_scale"] is False
     title = next(i for i, line in enumerate(lines) if line.split()[:2] == ["stage", "GEMM"])
     columns = lines[title].split()
     assert {"attention", "bubble", "DP", "update"} <= set(columns)
