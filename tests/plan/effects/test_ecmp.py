@@ -139,3 +139,20 @@ def test_bad_counts() -> None:
         slowest_flow(_uplinks(200.0), {-1: 1})
     with pytest.raises(ConfigError, match="num_flows is 0"):
         simulate(_uplinks(200.0), 0, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("flows", "mean", "low", "high"),
+    [
+        # 8 links: 2 flows meet in 1 draw of 8
+        (2, 1 - 0.5 / 8, 0.5, 1.0),
+        # of 5, by counting all 8^5: apart 0.205, two meet 0.667, three 0.120, four or all 0.009
+        (5, 0.205 + 0.667 / 2 + 0.120 / 3 + 0.009 / 4, 1 / 3, 1.0),
+    ],
+)
+def test_the_interval_is_from_the_5th_to_the_95th_percentile(
+    flows: int, mean: float, low: float, high: float
+) -> None:
+    found = slowest_flow(Uplinks(8, 400.0, 400.0), {flows: 1})
+    assert (found.low, found.high) == pytest.approx((low, high))
+    assert found.value == pytest.approx(mean, abs=1e-3)
