@@ -80,6 +80,8 @@ def run_rank(
                     span = recorder.span if probe is None else probe.span
                     detail = no_span if probe is None else probe.span
                     assembly = assemble(config, mesh, device, span=span, detail=detail)
+                if assembly.groups.creation_s:
+                    recorder.incident("groups", creation_s=assembly.groups.creation_s)
                 if probe is not None:
                     recorder.incident("waterfall", gemm_flops=attach(probe, assembly))
                 every = config.telemetry.memory_interval

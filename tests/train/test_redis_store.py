@@ -52,6 +52,13 @@ def test_train(server: RedisServer, tmp_path: Path) -> None:
         settings = (*layout, *through(server.port))
         assert losses(tmp_path / folder, "train", *settings, more=("--nproc", "4")) == tcp
         assert names(server) == []
+    lines = [
+        path.read_text().splitlines() for path in (tmp_path / "redis/telemetry").glob("*.jsonl")
+    ]
+    records = [json.loads(line) for of_rank in lines for line in of_rank]
+    groups = [record for record in records if record.get("name") == "groups"]
+    assert sorted(record["rank"] for record in groups) == [0, 1, 2, 3]
+    assert all(set(record["detail"]["creation_s"]) == {"tensor", "data"} for record in groups)
 
 
 @needs_redis

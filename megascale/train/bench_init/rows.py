@@ -43,7 +43,7 @@ def simulated_row(rung: Rung, num_ranks: int, found: Measured, origin: Origin) -
 def gloo_row(rung: Rung, num_ranks: int, found: GlooResult, origin: Origin, *, lazy: bool) -> Row:
     """The seconds are those of the groups, after all have joined the default one."""
     return {
-        **_row("gloo, lazy" if lazy else "gloo", rung, num_ranks, found.groups_s),
+        **_row("gloo-lazy" if lazy else "gloo", rung, num_ranks, found.groups_s),
         "groups": found.num_groups,
         "extent": "all",
         "world_s": found.world_s,
@@ -55,28 +55,25 @@ def gloo_row(rung: Rung, num_ranks: int, found: GlooResult, origin: Origin, *, l
 def shape_rows(
     seconds: Mapping[tuple[Rung, int], float], num_ranks: int, origin: Origin
 ) -> list[Row]:
-    """What each step of the ladder gains at this size, of rungs that were measured."""
-    steps = [
-        (Rung("tcp", "poll"), Rung("redis", "poll")),
-        (Rung("redis", "poll"), Rung("redis", None)),
-        (Rung("tcp", "poll"), Rung("redis", None)),
-    ]
+    """What each step of the ladder gains at this size, of rungs that were measured. At the paper's
+    size each must gain something: how much depends on machines that are not the paper's."""
+    steps = {
+        "gain-redis": (Rung("tcp", "poll"), Rung("redis", "poll")),
+        "gain-ordered": (Rung("redis", "poll"), Rung("redis", None)),
+        "gain-both": (Rung("tcp", "poll"), Rung("redis", None)),
+    }
     rows = []
-    for slow, fast in steps:
+    for line, (slow, fast) in steps.items():
         if not {(slow, num_ranks), (fast, num_ranks)} <= seconds.keys():
             continue
         value = seconds[slow, num_ranks] / seconds[fast, num_ranks]
         paper_s = [_PAPER_S[rung.store, rung.barrier] for rung in (slow, fast)]
-        target = 1.0 if fast.barrier else paper_s[0] / paper_s[1]
         row = _row("simulated", slow, num_ranks, value)
-        row["case"] |= {"line": f"over {fast.store}, {fast.order}"}
-        row |= {
-            "metric": "times",
-            "baselines": {"paper": paper_s[0] / paper_s[1]},
-            "target": {"op": ">=", "value": target},
-            "met": value >= target,
-            **_here(origin),
-        }
+        row["case"]["line"] = line
+        row |= {"metric": "times", "baselines": {}, **_here(origin)}
+        if num_ranks == PAPER_RANKS:
+            row["baselines"] = {"paper": paper_s[0] / paper_s[1]}
+            row |= {"target": {"op": ">=", "value": 1.0}, "met": value >= 1.0}
         rows.append(row)
     return rows
 

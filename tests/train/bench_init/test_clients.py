@@ -220,8 +220,15 @@ def test_the_papers_figures_are_targets_at_its_sizes() -> None:
         (Rung("redis", "poll"), 2_048): 200.0,
         (Rung("redis", None), 2_048): 1.0,
     }
-    values = [(row["value"], row["met"]) for row in shape_rows(seconds, 2_048, origin)]
-    assert values == [(0.5, False), (200.0, True), (100.0, False)]
+    rows = shape_rows(seconds, 2_048, origin)
+    assert [(row["value"], row["met"]) for row in rows] == [
+        (0.5, False),
+        (200.0, True),
+        (100.0, True),
+    ]
+    assert [round(row["baselines"]["paper"], 1) for row in rows] == [2.9, 72.2, 209.4]
+    small = {(rung, 64): value for (rung, _), value in seconds.items()}
+    assert all("target" not in row for row in shape_rows(small, 64, origin))
 
 
 @pytest.mark.parametrize(
@@ -259,7 +266,7 @@ def test_real_ranks(tmp_path: Path) -> None:
     given = {**NOTHING, "gloo": "16", "stores": "tcp-libuv,redis", "forms": "wait,own"}
     assert start.bench_init(output=output, **given) == 0  # type: ignore[arg-type]
     rows = read_rows("init", tmp_path)
-    assert [row["case"]["what"] for row in rows] == ["gloo"] * 2 + ["gloo", "gloo, lazy"] * 2
+    assert [row["case"]["what"] for row in rows] == ["gloo"] * 2 + ["gloo", "gloo-lazy"] * 2
     assert rows[0]["groups"] == len(megatron_groups(mesh_of(16)))
     assert set(rows[-1]["creation_s"]) == {
         "tensor",
