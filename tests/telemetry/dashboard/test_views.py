@@ -7,7 +7,9 @@ the guilty place. The screenshots are kept for people (`browser.SCREENS`).
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,9 @@ import pytest
 
 from benchmarks.telemetry.faults import Hang, LateLauncher, Restart, SlowRank
 from megascale.telemetry.dashboard.server import Server
+from megascale.telemetry.readers import READERS
+from megascale.telemetry.readers.answer import Answer, Window
+from megascale.telemetry.store.run import Run
 from tests.telemetry.dashboard.browser import (
     chromium,
     count_near,
@@ -65,6 +70,25 @@ def late(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with dashboard(run) as server:
         opened(server)
         yield server
+
+
+def test_the_heat_map_does_not_wait_for_the_stragglers(browser: Browser, tmp_path: Path) -> None:
+    """They take seconds of 12,288 ranks on a server that has just started."""
+    run = make_run(tmp_path / "run", SlowRank(SLOW, 0.25), num_steps=40)
+    reader, is_drawn = READERS["stragglers"], threading.Event()
+
+    def ask(run: Run, window: Window) -> Answer:
+        assert is_drawn.wait(20.0), "the page waits"
+        return reader.ask(run, window)
+
+    with dashboard(run, readers={**READERS, "stragglers": replace(reader, ask=ask)}) as server:
+        opened(server)
+        with opened_page(browser, server, "#/heat") as page:
+            until_true(page, "document.querySelectorAll('main canvas[data-drawn]').length === 1")
+            page.locator(".outliers button").filter(has_text=f"Rank {SLOW}").wait_for()
+            assert page.evaluate("globalThis.megascale.view.slow.level") == "none"
+            is_drawn.set()
+            until_true(page, "globalThis.megascale.view.slow.level === 'alert'")
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -23,6 +23,7 @@ class HeatView {
     Object.assign(this, { root, app, heat: null, places: null, grid: new Grid(), rows: new PhaseRows() });
     this.phase = query.get("phase");
     this.unit = "rank";
+    this.slow = { level: "none" };
     this.by = "ms";
     this.shape = "hosts";
     this.steps = 100;
@@ -76,22 +77,27 @@ class HeatView {
     canvas.addEventListener("keydown", (event) => this.#key(event));
   }
 
+  // Stragglers take a large run's server seconds: what is drawn does not wait for them.
   async #read() {
     try {
-      const slow = get("/api/read/stragglers");
       const first = this.steps === 100 ? null : Math.max(1, (this.app.overview?.newest_step ?? 0) - this.steps + 1);
       const [answer, places] = await Promise.all([get("/api/read/heat_map", { first }), this.app.places()]);
       if (answer.level === "none") {
         this.said.textContent = answer.summary;
         return;
       }
-      this.heat = fromAnswers(answer, await slow);
       this.answer = answer;
       this.places = places;
+      this.#have();
+      this.slow = await get("/api/read/stragglers");
+      this.#have();
     } catch (error) {
       this.said.textContent = error.message;
-      return;
     }
+  }
+
+  #have() {
+    this.heat = fromAnswers(this.answer, this.slow);
     const { heat } = this;
     if (!heat.phases.includes(this.phase)) this.phase = firstPhase(heat);
     const busiest = heat.phases.map((name, p) => [name, heat.totals[p]]).sort((a, b) => b[1] - a[1]);
