@@ -63,5 +63,5 @@ def _delete(path: Path) -> bool:
     except OSError as error:
         logger.warning("could not delete %s: %s", path, error)
         return False
-    logger.info("deleted %s", path)
+    logger.debug("deleted %s", path)  # with every save: who calls says it once
     return True

@@ -61,6 +61,7 @@ class Persistence:
         self._last_file = folder.path / "last_checkpoint.json"
         self._loaded_from: Path | None = None
         self._saved: Progress | None = None
+        self._has_rotated = False
         self._memory: MemorySlots | None = None
 
     def restore(self, *, resume: bool) -> Progress:
@@ -251,13 +252,17 @@ class Persistence:
         self.recorder.checkpoint(progress.step, str(path))
         if self.assembly.is_writer:
             self._remember(progress.step, path)
-            protect = [self._loaded_from] if self._loaded_from else []
-            apply_retention(
-                self.folder.checkpoints,
-                self.config.checkpoint.keep_latest_k,
-                protect=protect,
-                known_good=path,
-            )
+            self._rotate(path)
+
+    def _rotate(self, newest: Path) -> None:
+        """The first deletion is told; the others, of every save from there on, are not."""
+        most = self.config.checkpoint.keep_latest_k
+        protect = [self._loaded_from] if self._loaded_from else []
+        gone = apply_retention(self.folder.checkpoints, most, protect=protect, known_good=newest)
+        if gone and not self._has_rotated:
+            names, what = ", ".join(path.name for path in gone), "checkpoint.keep_latest_k"
+            logger.info("deleted %s: the last %d checkpoints stay (%s)", names, most, what)
+        self._has_rotated = self._has_rotated or bool(gone)
 
     def _load_weights(self, source: Path) -> None:
         """Masters alone, from a Hugging Face folder or a checkpoint of ours; fresh optimizer."""

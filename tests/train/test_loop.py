@@ -167,10 +167,16 @@ def test_the_bar_is_told_in_words(
     assert f" {abs(entropy - loss):.3f} {word} the unigram entropy {entropy:.3f} of" in line
 
 
-def test_the_last_checkpoints_stay(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_the_last_checkpoints_stay(
+    tmp_path: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     run, keep = tmp_path / "run", ["checkpoint.interval=1", "checkpoint.keep_latest_k=2"]
     assert train_here(monkeypatch, run, *keep, "training.steps=5") == 0
     assert checkpoints(run) == ["step-00000004", "step-00000005"]
+    assert [line for line in caplog.messages if line.startswith("deleted")] == [
+        "deleted step-00000001: the last 2 checkpoints stay (checkpoint.keep_latest_k)"
+    ], "said once, and not with every save"
     assert train_here(monkeypatch, run, *keep, "training.steps=9", more=["--resume"]) == 0
     loaded_from = "step-00000005"
     assert checkpoints(run) == [loaded_from, "step-00000008", "step-00000009"]
