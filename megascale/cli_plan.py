@@ -58,7 +58,6 @@ def plan(
         return
     if data is not None:
         raise ConfigError("--data was given without --validate, which alone reads it; add that")
-    from megascale.plan.machine.load import DEFAULT_CLUSTER
     from megascale.plan.search.scale import Scale
     from megascale.plan.start import start_plan
 
@@ -66,7 +65,7 @@ def plan(
         start_plan(
             recipe,
             overrides or [],
-            cluster=cluster or DEFAULT_CLUSTER,
+            cluster=cluster,
             gpus=gpus,
             top=top,
             tokens=tokens,

@@ -215,9 +215,7 @@ def _parser() -> argparse.ArgumentParser:
         "--save-memory", type=int, default=0, help="start peers with their N-th flags that do"
     )
     parser.add_argument("--output", type=Path, default=RESULTS / "step.jsonl")
-    parser.add_argument(
-        "--logs", type=writable_folder, help="folder for what peers printed"
-    )
+    parser.add_argument("--logs", type=writable_folder, help="folder for what peers printed")
     parser.add_argument("--commit", help="of a tree that has no repository")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--dry", action="store_true", help="print the commands and stop")

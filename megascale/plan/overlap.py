@@ -145,7 +145,8 @@ class Pricer:
             both_s = min(both_s, self._in_pieces_s(gemm, under, beside))
         elif self.tensor_overlap == "chunked":
             both_s = min(both_s, self._in_chunks_s(gemm, under, beside))
-        return Spent(gemm_s=alone_s, tensor_s=both_s - alone_s)
+        # samples can make a product's pieces cheaper than the whole, which no transfer would do
+        return Spent(gemm_s=alone_s, tensor_s=max(0.0, both_s - alone_s))
 
     def _in_tiles_s(
         self,

@@ -12,7 +12,7 @@ from megascale.config import RunConfig, load_config
 from megascale.errors import ConfigError
 from megascale.plan.case import Layout, overrides_of
 from megascale.plan.machine.cluster import Cluster
-from megascale.plan.machine.load import load_cluster
+from megascale.plan.machine.load import DEFAULT_CLUSTER, load_cluster
 from megascale.plan.report.document import plan_json
 from megascale.plan.report.page import check_report, write_page
 from megascale.plan.report.text import plan_text
@@ -32,7 +32,7 @@ def start_plan(
     recipe: Path | None,
     overrides: Sequence[str],
     *,
-    cluster: str,
+    cluster: str | None = None,
     gpus: int | None = None,
     top: int = 5,
     tokens: float | None = None,
@@ -44,7 +44,8 @@ def start_plan(
 ) -> str:
     """What the verb prints. ConfigError before anything is searched where something is not legal.
 
-    cluster     a name of the catalogue, or a file
+    cluster     a name of the catalogue, or a file; None: the recipe's parallelism.cluster, else the
+                usual one
     gpus        default: all of the cluster
     tokens      to train on; `price`: of a GPU-hour
     max_tensor  default: the devices of a node
@@ -61,7 +62,7 @@ def start_plan(
     config = load_config(recipe, overrides)
     plan = plan_config(
         config,
-        cluster,
+        cluster or config.parallelism.cluster or DEFAULT_CLUSTER,
         gpus,
         top=top,
         max_tensor=max_tensor,

@@ -220,3 +220,11 @@ def test_options_that_would_be_ignored_are_refused(given: list[str], message: st
     done = CliRunner().invoke(app, ["plan", *given])
     assert isinstance(done.exception, ConfigError)
     assert message in str(done.exception)
+
+
+def test_the_recipes_cluster_is_planned_for() -> None:
+    for given, expected in ((None, "a100"), ("h200", "h200")):
+        text = start_plan(
+            None, [*LLAMA, "parallelism.cluster=a100"], cluster=given, gpus=8, as_json=True
+        )
+        assert json.loads(text)["cluster"] == expected

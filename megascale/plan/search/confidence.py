@@ -13,6 +13,7 @@ from importlib.resources import files
 from typing import Any
 
 from megascale.plan.machine.cluster import Cluster
+from megascale.plan.machine.load import CATALOGUE, load_cluster
 from megascale.plan.search.result import Confidence
 from megascale.units import peak_tflops
 
@@ -20,8 +21,11 @@ _NINE_OF_TEN = 0.9
 
 
 def confidence_of(cluster: Cluster) -> Confidence:
-    """By the device of `cluster`."""
+    """By the device of `cluster`, where its numbers are those that were compared."""
     name = device_row(cluster)
+    if not _in_catalogue(cluster):
+        why = f"{cluster.name}: its numbers are in no file of the catalogue"
+        return Confidence(None, 0.0, 0, 0, why)
     found = _residuals().get(name)
     if found is None:
         return Confidence(None, 0.0, 0, 0, f"{name}: {cluster.device.gemm.source_of('share')}")
@@ -31,6 +35,15 @@ def confidence_of(cluster: Cluster) -> Confidence:
         num_rows=found["num_rows"],
         largest=found["largest"],
         source=found["source"],
+    )
+
+
+def _in_catalogue(cluster: Cluster) -> bool:
+    """Whether device, links and network are a catalogue file's; sizes and names may differ."""
+    prices = ("device", "nvlink", "network", "overlap")
+    return any(
+        all(getattr(cluster, part) == getattr(known, part) for part in prices)
+        for known in map(load_cluster, CATALOGUE)
     )
 
 

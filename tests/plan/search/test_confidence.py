@@ -36,13 +36,14 @@ def test_every_residual_is_of_a_device_of_the_catalogue_and_whole() -> None:
     }
 
 
-def test_a_device_that_nothing_was_compared_on_has_no_interval() -> None:
-    cluster = load_cluster("h200")
-    other = cluster.device.model_copy(update={"name": "NVIDIA B200"})
-    found = confidence_of(cluster.model_copy(update={"device": other}))
-    assert found.share is None
-    assert found.num_rows == 0
-    assert found.source.startswith("B200: ")
+def test_numbers_that_nobody_compared_have_no_interval() -> None:
+    cluster = load_cluster("h200", 16)
+    assert confidence_of(cluster).share is not None, "another size is the same machine"
+    for path, value in (("device.name", "NVIDIA B200"), ("network.nic_gb_s", 0.06)):
+        found = confidence_of(cluster.changed({path: value}))
+        assert found.share is None, path
+        assert found.num_rows == 0
+        assert "no file of the catalogue" in found.source
 
 
 def test_the_file_is_what_the_tool_writes() -> None:
