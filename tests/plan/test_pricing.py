@@ -24,6 +24,7 @@ MODEL = ModelConfig(
     activation="gelu_tanh", position="learned", bias="all",
 )  # fmt: skip
 A100 = load_cluster("a100", 64)
+H200 = load_cluster("h200", 64)
 MEGASCALE = ModelConfig(preset="megascale-175b")
 BASELINE = Software(
     tensor_overlap="backward", transfers="coupled", overlap_grad_reduce=False,
@@ -313,3 +314,14 @@ def test_a_layout_s_overrides_lead_back_to_it() -> None:
         ],
     )  # fmt: skip
     assert case_of(parse_config(config.model_dump(exclude_none=True)), 8).layout == layout
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_a_transfer_never_takes_negative_time(tensor: int) -> None:
+    """Samples can make a product's pieces cheaper than the whole; that is no transfer's gain."""
+    layout = Layout(tensor=tensor, pipeline=4, virtual=6, data=16 // tensor, micro_batch_size=4)
+    job, software = Job(MEGASCALE, 256, 2048), Software(tensor_overlap="chunked")
+    prices = price(Case(job, replace(layout, schedule="interleaved_1f1b"), software), H200)
+    for chunk in prices.chunks:
+        for spent in (chunk.forward, chunk.backward_input, chunk.backward_weight):
+            assert spent.tensor_s >= 0.0
