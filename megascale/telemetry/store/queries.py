@@ -41,7 +41,7 @@ class Store:
             raise require_extra("duckdb", "telemetry") from None
         self.folder, self.segments = folder, list[Segment]()
         self.damaged: dict[Path, str] = {}
-        self._where, self._repeats = "TRUE", False
+        self._where, self._repeats, self._is_gone = "TRUE", False, False
         self._duckdb = duckdb
         self._connection = duckdb.connect(":memory:")
         self._connection.execute(f"SET threads = {len(os.sched_getaffinity(0))}")
@@ -55,6 +55,7 @@ class Store:
         found = [one for one in live_segments(self.folder) if one.path not in self.damaged]
         if found == self.segments:
             return False
+        self._is_gone = not found and not self.damaged  # retention leaves something
         self.segments = found
         self._make_views()
         return True
@@ -106,6 +107,11 @@ class Store:
 
     def _run(self, sql: str, parameters: Sequence[Any]) -> Any:
         for _ in range(_ATTEMPTS):
+            if self._is_gone:
+                raise DataError(
+                    f"all that was stored in {self.folder} is gone: was the run's folder deleted, "
+                    "or is another run in its place?"
+                )
             try:
                 return self._connection.sql(sql, params=list(parameters)).to_arrow_table()
             except (self._duckdb.CatalogException, self._duckdb.BinderException) as error:

@@ -66,12 +66,19 @@ class Run(Arrays):
         self._store.close()
 
     def again(self) -> Run:
-        """Another one over the same store, for another thread; this one alone catches up."""
-        return Run(self.run_dir, self._store.folder, catch_up=False)
+        """Another one over the same store, for another thread; this one alone catches up.
+        DataError: as `refresh`."""
+        other = Run(self.run_dir, self._store.folder, catch_up=False)
+        try:
+            other._refuse_nothing()
+        except DataError:
+            other.close()
+            raise
+        return other
 
     def refresh(self) -> bool:
-        """See what was recorded since; whether there is anything new. DataError: the run's folder
-        is gone."""
+        """See what was recorded since; whether there is anything new. Another run may have come in
+        the place of this one. DataError: the run's folder is gone, or nothing is in it yet."""
         if not (self.run_dir / "telemetry").is_dir():
             raise DataError(f"{self.run_dir} is gone, or holds no run any more")
         folder = self._store.folder
@@ -83,6 +90,8 @@ class Run(Arrays):
             self._identity = identify(self._store)
         elif is_new := self._store.refresh():
             self._identity = identify(self._store, self._identity.known)
+        self._refuse_nothing()
+        self.config = _read_config(self.run_dir / "config.json")
         before, self._metrics = self._metrics, self._read_metrics()
         return is_new or len(self._metrics.lines) != len(before.lines)
 
@@ -203,6 +212,13 @@ class Run(Arrays):
         self._store.check_select(sql)
         return self._store.table(sql, parameters)
 
+    def _refuse_nothing(self) -> None:
+        if not self.starts:
+            raise DataError(
+                f"nothing is recorded in {self.run_dir} yet: no rank has written its header; ask "
+                "again when the run has started"
+            )
+
     def _read_metrics(self) -> MetricsFile:
         return read_metrics(self.run_dir / "metrics.jsonl", [s.unix_ns for s in self.starts])
 
@@ -224,12 +240,11 @@ def open_run(run_dir: Path, *, catch_up: bool = True, progress: Progress | None 
     if catch_up:
         folder = store_the_rest(run_dir, progress=progress).folder
     run = Run(run_dir, folder, catch_up=catch_up)
-    if not run.starts:
+    try:
+        run._refuse_nothing()
+    except DataError:
         run.close()
-        raise DataError(
-            f"nothing is recorded in {run_dir} yet: no rank has written its header; ask again when "
-            "the run has started"
-        )
+        raise
     return run
 
 
