@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from megascale.errors import DataError
+from megascale.telemetry.dashboard import live
 from megascale.telemetry.dashboard.answers import Body, RefusedError
 from megascale.telemetry.dashboard.live import KEEP, MOST_ASKED, LiveRun, Seen
 from megascale.telemetry.store.run import Run
@@ -117,10 +119,16 @@ def test_the_same_question_of_a_revision_is_answered_once() -> None:
     assert len(asked) == 3
 
 
-@pytest.mark.full
-def test_an_answer_that_took_long_is_given_for_longer_though_the_run_went_on() -> None:
+def test_an_answer_that_took_long_is_given_for_longer_though_the_run_went_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a clock that the test sets forward: five seconds pass in the answer."""
+    passed_s = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s[0])
+    monkeypatch.setattr(live, "time", clock)
+
     def slowly(_run: Run) -> Body:
-        time.sleep(0.1)
+        passed_s[0] += 5.0
         return Body(b"1")
 
     with Held() as held:
@@ -129,7 +137,7 @@ def test_an_answer_that_took_long_is_given_for_longer_though_the_run_went_on() -
         held.run.news = [True]
         until(lambda: held.live.seen.revision == 2, "news")
         assert held.live.ask("heat map", slowly).result(5) is first
-        time.sleep(0.1 * KEEP)
+        passed_s[0] += 5.0 * KEEP
         assert held.live.ask("heat map", slowly).result(5) is not first
 
 
