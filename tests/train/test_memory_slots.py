@@ -12,7 +12,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from megascale.checkpoint.memory import slots
 from megascale.checkpoint.memory.slot import Slot
 from megascale.telemetry.hooks import Hook
 from megascale.train.loop import Loop
+from tests.shared import shared_folder
 from tests.train.runs import (
     SINGLE,
     Layout,
@@ -194,12 +195,16 @@ def _resumed_at(folder: Path, layout: Layout, plan: Plan, *options: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Runs without faults, of all layouts."""
-    root = tmp_path_factory.mktemp("whole")
-    for name, layout in LAYOUTS.items():
-        train(root / name, layout, [*SMALL, "checkpoint.memory_interval=0"])
-    return {name: root / name for name in LAYOUTS}
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The run without faults of a layout."""
+
+    def whole(name: str) -> Path:
+        def make(folder: Path) -> None:
+            train(folder, LAYOUTS[name], [*SMALL, "checkpoint.memory_interval=0"])
+
+        return shared_folder(tmp_path_factory, f"memory-slots-{name}", make)
+
+    return whole
 
 
 @pytest.mark.full
@@ -216,7 +221,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 )
 @pytest.mark.parametrize("ahead", [False, True])
 def test_killed_anywhere_at_most_a_step_is_done_again(
-    whole: dict[str, Path],
+    whole: Callable[[str], Path],
     memory: Path,
     tmp_path: Path,
     layout: str,
@@ -231,14 +236,14 @@ def test_killed_anywhere_at_most_a_step_is_done_again(
     told = _killed(run, LAYOUTS[layout], plan, *options)
     resumed = _resumed_at(run, LAYOUTS[layout], plan.survivors, *options)
     assert resumed >= told - 1, f"killed in step {step}, told {told}"
-    assert curve(run) == curve(whole[layout])
-    assert_same_bits(run, whole[layout])
-    assert samples(run) == samples(whole[layout])
+    assert curve(run) == curve(whole(layout))
+    assert_same_bits(run, whole(layout))
+    assert samples(run) == samples(whole(layout))
 
 
 @pytest.mark.parametrize("layout", ["tp2-dp2", pytest.param("tp2-pp2", marks=pytest.mark.full)])
 def test_a_lost_node_gets_its_state_from_the_other_and_can_be_lost_again(
-    whole: dict[str, Path], memory: Path, tmp_path: Path, layout: str
+    whole: Callable[[str], Path], memory: Path, tmp_path: Path, layout: str
 ) -> None:
     """First the one node, then the other, each with all it holds."""
     run, plan = tmp_path / "run", Plan(memory, 2, 3)
@@ -253,25 +258,25 @@ def test_a_lost_node_gets_its_state_from_the_other_and_can_be_lost_again(
     shutil.rmtree(memory / "node0")
     assert _resumed_at(run, LAYOUTS[layout], plan.survivors) >= told - 1
     assert "rank(s) 0, 1 got their memory slots from their keepers" in plan.said()
-    assert curve(run) == curve(whole[layout])
-    assert_same_bits(run, whole[layout])
+    assert curve(run) == curve(whole(layout))
+    assert_same_bits(run, whole(layout))
 
 
 @pytest.mark.parametrize("layout", ["tp2-dp2", pytest.param("tp2-pp2", marks=pytest.mark.full)])
 def test_nothing_changes_the_state_before_the_copy_of_it_is_waited_for(
-    whole: dict[str, Path], memory: Path, tmp_path: Path, layout: str
+    whole: Callable[[str], Path], memory: Path, tmp_path: Path, layout: str
 ) -> None:
     run, plan = tmp_path / "run", Plan(memory, 1, 6, ahead=True, late=True)
     told = _killed(run, LAYOUTS[layout], plan)
     assert _resumed_at(run, LAYOUTS[layout], plan.survivors) >= told - 1
     assert "resumed from memory at step" in plan.said()
-    assert curve(run) == curve(whole[layout])
-    assert_same_bits(run, whole[layout])
+    assert curve(run) == curve(whole(layout))
+    assert_same_bits(run, whole(layout))
 
 
 @pytest.mark.full
 def test_without_copies_a_lost_node_costs_the_steps_since_the_checkpoint(
-    whole: dict[str, Path], memory: Path, tmp_path: Path
+    whole: Callable[[str], Path], memory: Path, tmp_path: Path
 ) -> None:
     run, plan = tmp_path / "run", Plan(memory, 2, 7)
     options = ("checkpoint.interval=4", "checkpoint.memory_copies=false")
@@ -279,12 +284,12 @@ def test_without_copies_a_lost_node_costs_the_steps_since_the_checkpoint(
     shutil.rmtree(memory / "node1")
     assert _resumed_at(run, LAYOUTS["dp4"], plan.survivors, *options) == 4
     assert "nobody holds the part of rank(s) 2, 3" in plan.said()
-    assert curve(run) == curve(whole["dp4"])
+    assert curve(run) == curve(whole("dp4"))
 
 
 @pytest.mark.full
 def test_a_damaged_slot_is_left_and_its_copy_taken(
-    whole: dict[str, Path], memory: Path, tmp_path: Path
+    whole: Callable[[str], Path], memory: Path, tmp_path: Path
 ) -> None:
     run, plan = tmp_path / "run", Plan(memory, 0, 6)
     told = _killed(run, LAYOUTS["tp2-dp2"], plan)
@@ -293,7 +298,7 @@ def test_a_damaged_slot_is_left_and_its_copy_taken(
     assert _resumed_at(run, LAYOUTS["tp2-dp2"], plan.survivors) >= told - 1
     assert "is damaged and is not used" in plan.said(1)
     assert "rank(s) 1 got their memory slots from their keepers" in plan.said()
-    assert curve(run) == curve(whole["tp2-dp2"])
+    assert curve(run) == curve(whole("tp2-dp2"))
 
 
 def _flip_the_last_bit(path: Path) -> None:
@@ -398,14 +403,14 @@ def test_a_run_that_went_back_does_not_resume_from_before(
 
 @pytest.mark.full
 def test_no_room_on_one_rank_is_said_once_and_training_goes_on(
-    whole: dict[str, Path], memory: Path, tmp_path: Path
+    whole: Callable[[str], Path], memory: Path, tmp_path: Path
 ) -> None:
     run, plan = tmp_path / "run", Plan(memory, no_room=True)
     assert train(run, LAYOUTS["dp4"], SMALL, plant=plan) == [None] * 4
     assert plan.said().count("training goes on without memory slots: rank 3 of 4: ") == 1
     assert "make /dev/shm larger" in plan.said()
     assert not list(memory.glob("node*/*"))
-    assert curve(run) == curve(whole["dp4"])
+    assert curve(run) == curve(whole("dp4"))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import pytest
 from megascale.flux.collectives import Pending
 from megascale.parallel.buckets import Bucket
 from megascale.train.loop import Loop
+from tests.shared import shared_folder
 from tests.train.runs import (
     SINGLE,
     Layout,
@@ -56,14 +57,14 @@ def _options(optimizer: str) -> list[str]:
     return [*SMALL, f"optimizer.name={optimizer}"]
 
 
-def _once(make: Callable[[Path, str, str], Any], root: Path) -> Make:
+def _once(
+    make: Callable[[Path, str, str], Any], factory: pytest.TempPathFactory, what: str
+) -> Make:
     """`make(folder, layout, optimizer)` on the first request; its folder on all."""
 
     def folder_of(layout: str, optimizer: str) -> Path:
-        folder = root / f"{layout}-{optimizer}"
-        if not folder.exists():
-            make(folder, layout, optimizer)
-        return folder
+        name = f"resume-{what}-{layout}-{optimizer}"
+        return shared_folder(factory, name, lambda folder: make(folder, layout, optimizer))
 
     return folder_of
 
@@ -75,7 +76,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Make:
     def make(folder: Path, layout: str, optimizer: str) -> None:
         train(folder, LAYOUTS[layout], _options(optimizer))
 
-    return _once(make, tmp_path_factory.mktemp("whole"))
+    return _once(make, tmp_path_factory, "whole")
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Make:
         train(folder, LAYOUTS[layout], _options(optimizer), kill_after=6)
         assert checkpoints(folder) == ["step-00000004"]
 
-    return _once(make, tmp_path_factory.mktemp("killed"))
+    return _once(make, tmp_path_factory, "killed")
 
 
 def _copy(folder: Path, tmp_path: Path) -> Path:

@@ -5,6 +5,7 @@ The speeds that a run compares with are learned by one clean run before.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from megascale.cluster.selfcheck import plan, run_node_checks
 from megascale.cluster.selfcheck.pairs import Meeting
 from megascale.env import free_port
 from tests.cluster.selfcheck.alive import children
+from tests.shared import shared_folder
 
 LIGHT_S, FULL_S = 100.0, 200.0  # deadlines: an idle node needs 3 and 7 s, a crowded one far more
 
@@ -23,10 +25,14 @@ LIGHT_S, FULL_S = 100.0, 200.0  # deadlines: an idle node needs 3 and 7 s, a cro
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder in which this node has passed, and what came of that."""
-    folder = tmp_path_factory.mktemp("run")
-    report = run_node_checks("full", FULL_S, folder)
-    assert report["ok"], report
-    return folder
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        report = run_node_checks("full", FULL_S, folder)
+        assert report["ok"], report
+
+    once = shared_folder(tmp_path_factory, "selfcheck-learned", make)
+    return Path(shutil.copytree(once, tmp_path_factory.mktemp("learned") / "run"))
 
 
 @pytest.fixture(autouse=True)
