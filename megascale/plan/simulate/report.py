@@ -35,8 +35,7 @@ _NAMES = {
 }
 _MEANING = (
     "(GEMM to launch: of the model's computes; TP, PP, DP: communication that nothing hides;",
-    "slowed: what computes lose beside communication; bubble: waiting for stages to compute;",
-    "TP below 0: products in pieces take less than whole ones, by the cluster's samples)",
+    "slowed: what computes lose beside communication; bubble: waiting for stages to compute)",
 )
 
 

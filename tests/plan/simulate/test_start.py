@@ -86,11 +86,11 @@ def test_a_layout_that_does_not_fit_is_told() -> None:
     assert said in _start(overrides=deep)
 
 
-def test_shares_sum_to_the_step_where_pieces_of_products_cost_less() -> None:
+def test_shares_sum_to_the_step() -> None:
     lines = _start(RECIPES / "llama3-8b.toml", overrides=[]).splitlines()
     title = next(i for i, line in enumerate(lines) if line.split()[:2] == ["stage", "GEMM"])
     shares = [float(cell) for cell in lines[title + 1].split()[1:]]
-    assert min(shares) < 0.0
+    assert min(shares) >= 0.0
     assert sum(shares) == pytest.approx(100.0, abs=0.01 * len(shares))
 
 
