@@ -53,7 +53,7 @@ def _job(folder: Path) -> Iterator[Path]:
             stderr=output,
         )
         try:
-            until((run / "driver" / "address.json").exists, "the driver listens", WAIT_S)
+            until((run / "config.json").exists, "rank 0 has begun", WAIT_S)
             yield run
         finally:
             process.terminate()
