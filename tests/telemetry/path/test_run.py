@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from megascale.telemetry.store.run import open_run
-from megascale.telemetry.store.segments import live_segments, store_folder
+from megascale.telemetry.store.segments import store_folder
 from tests.telemetry.path.servers import BINARY, RedisServer
 from tests.telemetry.path.writers import rows_of_files, rows_of_store
 from tests.train.command import flags, num_lines
@@ -74,9 +74,12 @@ def test_every_row_of_a_job_is_stored_once(tmp_path: Path) -> None:
             finally:
                 process.terminate()
     assert process.returncode == 0, output
-    assert len(live_segments(store_folder(run))) > 0
-    assert rows_of_store(store_folder(run)) == rows_of_files(run)
-    with open_run(run, catch_up=False) as stored:
+    streamed, written = rows_of_store(store_folder(run)), rows_of_files(run)
+    assert streamed <= written, "what came through the queue is stored once"
+    # At the end agents wait some seconds for the last of it; what is late is in the files.
+    assert streamed.total() > written.total() / 2
+    with open_run(run) as stored:
         assert stored.steps() == (1, 400)
         assert len(stored.starts) == 2
         assert stored.caveats() == []
+    assert rows_of_store(store_folder(run)) == written
