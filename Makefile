@@ -7,9 +7,9 @@ PYTHON ?= python3
 VENV ?= .venv
 RANKS ?= 4
 PYTEST_ARGS ?=
-# Two a core of the machine that CI has: half of what tests take is waiting, for deadlines of tenths
-# of seconds and for processes that start.
-WORKERS ?= 4
+# One more than CI's machine has cores: half of what tests take is waiting, for deadlines of tenths of
+# seconds and for processes that start.
+WORKERS ?= 3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CONSTRAINTS := constraints-cpu.txt
