@@ -245,6 +245,12 @@ def in_full(command: Sequence[Argument], name: str) -> list[Argument]:
     return ["EVAL", SCRIPTS[name].text, *command[2:]]
 
 
+def read_command(prefix: str, key: str) -> list[Argument]:
+    """A value without waiting for it, or None: what `add` of nothing needs of a key that is there,
+    as torch's barrier asks for it again and again."""
+    return ["HGET", f"{prefix}:values", key]
+
+
 def block_command(prefix: str, key: str | bytes, entry: bytes, wait_s: float) -> list[Argument]:
     """Wait on the server for an entry of the key's stream behind `entry`; None after `wait_s`."""
     name = key if isinstance(key, bytes) else key.encode()

@@ -27,6 +27,7 @@ from megascale.parallel.redis_commands import (
     Argument,
     block_command,
     in_full,
+    read_command,
     run_prefix,
     script_command,
 )
@@ -111,6 +112,12 @@ class RedisConnections:
             return script_command(self._prefix, script, *own, *arguments)
 
         return self._call(command, script, deadline_s)
+
+    def read(self, key: str, deadline_s: float) -> bytes | None:
+        """The value of `key` where it is there."""
+        command = read_command(self._prefix, key)
+        value: bytes | None = self._call(lambda _link, _again: command, "read", deadline_s)
+        return value
 
     def wait_behind(self, key: str | bytes, entry: bytes, deadline_s: float) -> bool:
         """Whether `key` changed before the deadline; waits on the server."""

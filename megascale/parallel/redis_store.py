@@ -122,6 +122,11 @@ class RedisStore(dist.Store):
         self._change("append", key, value)
 
     def add(self, key: str, amount: int) -> int:
+        if amount == 0:
+            with self._errors():
+                value = self._connections.read(key, self._deadline_s())
+            if value is not None and value.lstrip(b"-").isdigit():
+                return int(value)
         return int(self._change("add", key, amount))
 
     def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:

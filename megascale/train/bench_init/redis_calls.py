@@ -17,6 +17,7 @@ from megascale.parallel.redis_commands import (
     Argument,
     block_command,
     keep_ms,
+    read_command,
     run_prefix,
     script_command,
 )
@@ -46,6 +47,10 @@ class RedisCalls:
         assert held == b"", f"rank {rank} found {held!r}"
 
     def add(self, key: str, amount: int) -> Steps:
+        if amount == 0:
+            value = yield Request(_read(self._prefix, key), read_answer)
+            if value is not None:
+                return int(value)
         self._changes += 1
         own = (self._name, self._changes, 0)
         return (yield Request(self._script("add", *own, key, amount), read_answer))
@@ -85,6 +90,11 @@ class RedisCalls:
 
     def _script(self, name: str, *arguments: Argument) -> bytes:
         return encoded(script_command(self._prefix, name, *arguments))
+
+
+@lru_cache(maxsize=64)
+def _read(prefix: str, key: str) -> bytes:
+    return encoded(read_command(prefix, key))
 
 
 @lru_cache(maxsize=64)
