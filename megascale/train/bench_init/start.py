@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, LaunchError
 from megascale.flux.bench.rows import append
 from megascale.train.bench.rows import Origin
 from megascale.train.bench.start import check_output, reproducible
@@ -44,7 +44,10 @@ def bench_init(
     commit: str | None,
     arguments: Sequence[str],
 ) -> int:
-    """Measure and append a row a rung. Raises ConfigError before anything is started."""
+    """Measure and append a row a rung; 1 where a store failed one, which has no row then.
+
+    Raises ConfigError before anything is started.
+    """
     sizes, gloo_sizes = _sizes(ranks, "--ranks"), _sizes(gloo, "--gloo")
     kinds = _words(stores, STORES, "--stores")
     wanted = [_FORMS[form] for form in _words(forms, tuple(_FORMS), "--forms")]
@@ -62,8 +65,8 @@ def bench_init(
     origin = replace(origin, fields=fields)
     rungs = [Rung(store, barrier) for barrier in wanted for store in kinds]
     _gloo(rungs, gloo_sizes, origin, output)
-    _simulated(rungs, sizes, origin, output, budget_s=budget_s, processes=processes)
-    return 0
+    failed = _simulated(rungs, sizes, origin, output, budget_s=budget_s, processes=processes)
+    return 1 if failed else 0
 
 
 def _simulated(
@@ -74,15 +77,24 @@ def _simulated(
     *,
     budget_s: float,
     processes: int,
-) -> None:
+) -> int:
+    """How many rungs failed: a server that gives up at one size says nothing of the others."""
+    failed = 0
     seconds: dict[tuple[Rung, int], float] = {}
     for num_ranks in sizes:
         for rung in rungs:
-            found = measure(rung, num_ranks, budget_s=budget_s, processes=processes)
+            try:
+                found = measure(rung, num_ranks, budget_s=budget_s, processes=processes)
+            except LaunchError as error:
+                failed += 1
+                told = f"{rung.store}, {rung.order}, barrier {rung.barrier or 'none'}"
+                typer.echo(f"{num_ranks:6} ranks, {told}: failed, no row: {error}", err=True)
+                continue
             seconds[rung, num_ranks] = found.seconds
             _write(output, simulated_row(rung, num_ranks, found, origin))
         for row in shape_rows(seconds, num_ranks, origin):
             _write(output, row)
+    return failed
 
 
 def _gloo(rungs: Sequence[Rung], sizes: Sequence[int], origin: Origin, output: Path) -> None:

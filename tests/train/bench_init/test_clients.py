@@ -201,6 +201,23 @@ def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "every group" in render("init what=simulated line=creation", tmp_path)
 
 
+@pytest.mark.full
+def test_a_rung_whose_store_fails_has_no_row_and_the_others_have(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def give_up_on_own_groups(rung: Rung, num_ranks: int, **given: Any) -> Measured:
+        if rung.barrier is None and num_ranks == 64:
+            raise LaunchError("simulated ranks ended early: connection reset")
+        return measure(rung, num_ranks, **given)
+
+    monkeypatch.setattr(start, "measure", give_up_on_own_groups)
+    given = {**NOTHING, "ranks": "64,128", "stores": "tcp", "forms": "own"}
+    assert start.bench_init(output=tmp_path / "rows", **given) == 1  # type: ignore[arg-type]
+    cases = [json.loads(line)["case"] for line in (tmp_path / "rows").read_text().splitlines()]
+    assert [case["ranks"] for case in cases] == [128]
+    assert "64 ranks, tcp, own groups, barrier none: failed, no row" in capsys.readouterr().err
+
+
 def test_the_papers_figures_are_targets_at_its_sizes() -> None:
     from megascale.train.bench.rows import Origin
     from megascale.train.bench_init.rows import simulated_row
