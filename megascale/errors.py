@@ -31,6 +31,10 @@ class CheckpointError(MegascaleError):
     exit_code = 4
 
 
+class StorageError(CheckpointError):
+    """A disk or an object store is full, gone, stalled, refuses, or holds less than was asked."""
+
+
 class LaunchError(MegascaleError):
     """A rank failed to start or died, a port is in use, or peers did not arrive in time."""
 
