@@ -8,6 +8,7 @@ from megascale.data.loader import (
     MicroBatch,
     sample_numbers,
 )
+from megascale.data.mixture import SampleOrder, ShuffledSamples
 from megascale.data.prepare import Progress, prepare
 from megascale.data.prepared import Meta, PreparedData, Split, SplitMeta, open_prepared
 from megascale.data.samples import Dataset, PackedDataset, Packing, Sample, SyntheticDataset
@@ -28,6 +29,8 @@ __all__ = [
     "PreparedData",
     "Progress",
     "Sample",
+    "SampleOrder",
+    "ShuffledSamples",
     "Split",
     "SplitMeta",
     "SyntheticDataset",

@@ -27,11 +27,16 @@ Packing = Literal["concat", "pad"]
 
 @dataclass(frozen=True)
 class Sample:
-    """`labels_S[s]` is the token after `tokens_S[s]`; the loss counts where the mask is 1."""
+    """`labels_S[s]` is the token after `tokens_S[s]`; the loss counts where the mask is 1.
+
+    document_starts_S  position in the sample where the document of each token starts; None where
+                       tokens attend to all before them
+    """
 
     tokens_S: NDArray[np.int64]
     labels_S: NDArray[np.int64]
     loss_mask_S: NDArray[np.float32]
+    document_starts_S: NDArray[np.int32] | None = None
 
 
 class Dataset(Protocol):
