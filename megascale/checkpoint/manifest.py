@@ -21,48 +21,88 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megascale.checkpoint.durable import fsync_path, write_durably
 from megascale.errors import CheckpointError
+from megascale.storage import BLOCK_BYTES
 
 MARK = "COMMITTED"
 MANIFEST = "manifest.json"
-_FORMAT = 1
+_FORMAT = 2
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
 @dataclass(frozen=True)
 class SavedFile:
-    """What a file must look like to be trusted."""
+    """What a file must look like to be trusted.
+
+    num_bytes      all of it
+    header_bytes   of the header, which says what lies where (`layout.py`)
+    header_sha256  hex
+    blocks         hex SHA-256 of each `BLOCK_BYTES` behind the header; the last may be shorter
+    """
 
     num_bytes: int
-    sha256: str
+    header_bytes: int
+    header_sha256: str
+    blocks: tuple[str, ...]
+
+    @property
+    def sha256(self) -> str:
+        """One for all of it."""
+        return hashlib.sha256("".join((self.header_sha256, *self.blocks)).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """`meta` is the caller's (model configuration, consumed samples, seed, versions): JSON."""
+    """What was saved.
+
+    meta     the caller's (model configuration, consumed samples, seed, versions): JSON
+    files    by their names in the checkpoint's folder
+    digests  of the values of each kind of state, in hex (`digest.py`): whatever the layout, they
+             are the same. Empty where nobody made them
+    """
 
     step: int
     meta: dict[str, Any]
     files: dict[str, SavedFile]
+    digests: dict[str, str] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode()
 
     @staticmethod
     def decode(data: bytes) -> Manifest:
-        content = json.loads(data)
-        if content["format"] != _FORMAT:
-            raise CheckpointError(
-                f"checkpoint format {content['format']}, this version reads {_FORMAT}; "
-                "load it with the version of megascale that wrote it"
-            )
-        files = {name: SavedFile(**entry) for name, entry in content["files"].items()}
-        return Manifest(content["step"], content["meta"], files)
+        """Raises CheckpointError for another format, and for what is no manifest."""
+        try:
+            content = json.loads(data)
+            if content["format"] != _FORMAT:
+                raise CheckpointError(_other_format(content["format"]))
+            files = {
+                str(name): SavedFile(
+                    int(entry["num_bytes"]),
+                    int(entry["header_bytes"]),
+                    str(entry["header_sha256"]),
+                    tuple(map(str, entry["blocks"])),
+                )
+                for name, entry in content["files"].items()
+            }
+            return Manifest(int(content["step"]), content["meta"], files, content["digests"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"no manifest of this version ({error!r})") from None
+
+
+def _other_format(found: object) -> str:
+    is_older = isinstance(found, int) and found < _FORMAT
+    which = "an older" if is_older else "a newer"
+    remedy = "load it with" if is_older else "update megascale to"
+    return (
+        f"checkpoint format {found} of {which} megascale, this version reads {_FORMAT}; {remedy} "
+        "the version that wrote it"
+    )
 
 
 class Listing(NamedTuple):
@@ -78,18 +118,21 @@ class Listing(NamedTuple):
     damaged: list[Path]
 
 
-HASHED_BYTES = 1 << 24  # at a time
+HASHED_BYTES = BLOCK_BYTES
 
 
-def hash_file(path: Path, moved: Callable[[], None] = lambda: None) -> SavedFile:
+def hash_file(
+    path: Path, moved: Callable[[], None] = lambda: None, *, header_bytes: int = 0
+) -> SavedFile:
     """`moved`: called for each block that was read."""
-    digest = hashlib.sha256()
+    blocks = []
     block = bytearray(HASHED_BYTES)
     with path.open("rb", buffering=0) as file:
+        header = hashlib.sha256(file.read(header_bytes)).hexdigest()
         while num_bytes := file.readinto(block):
-            digest.update(memoryview(block)[:num_bytes])
+            blocks.append(hashlib.sha256(memoryview(block)[:num_bytes]).hexdigest())
             moved()
-        return SavedFile(file.tell(), digest.hexdigest())
+        return SavedFile(file.tell(), header_bytes, header, tuple(blocks))
 
 
 def claim(root: Path, step: int) -> Path:
