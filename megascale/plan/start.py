@@ -13,6 +13,7 @@ from megascale.errors import ConfigError
 from megascale.plan.case import Layout, overrides_of
 from megascale.plan.machine.cluster import Cluster
 from megascale.plan.machine.load import DEFAULT_CLUSTER, load_cluster
+from megascale.plan.machine.usable import usable_bytes
 from megascale.plan.report.document import plan_json
 from megascale.plan.report.page import check_report, write_page
 from megascale.plan.report.text import plan_text
@@ -20,7 +21,6 @@ from megascale.plan.search.assumptions import assumptions_of
 from megascale.plan.search.confidence import confidence_of
 from megascale.plan.search.explain import why_slower
 from megascale.plan.search.find import Found, find
-from megascale.plan.search.fit import limit_bytes
 from megascale.plan.search.question import Question, question_of
 from megascale.plan.search.result import Plan
 from megascale.plan.search.scale import USUAL, Scale
@@ -124,7 +124,7 @@ def _plan(
         device=cluster.device.name,
         num_devices=cluster.num_devices,
         devices_per_node=cluster.devices_per_node,
-        limit_bytes=limit_bytes(cluster),
+        limit_bytes=usable_bytes(cluster.device),
         memory_bytes=cluster.device.memory_bytes,
         num_legal=found.num_legal,
         num_fit=found.num_fit,

@@ -35,9 +35,12 @@ def launch_skew(
     pause_s: float = PAUSE_S,
     planned: bool = False,
 ) -> Interval:
-    """Seconds that a step waits for its latest rank; exact mean and 5th to 95th percentile.
+    """Seconds that a step waits for its latest rank; exact mean and 5th to 95th percentile: of
+    steps, but of a planned collection of its periods (nearly all steps have none).
 
     planned  all ranks pause in the same steps, one in 1 / chance
+
+    Where more than 95 of 100 steps wait for nobody (few ranks), the upper end is the mean.
     """
     check_count("num_ranks", num_ranks)
     check_number("chance", chance, least=0.0, most=1.0)
@@ -47,11 +50,11 @@ def launch_skew(
     j = np.arange(1, num_ranks + 1)
     if planned:
         mean = chance * pause_s * float(np.sum(1.0 / j))
-        quantiles = [_planned_quantile(q, num_ranks, chance, pause_s) for q in (0.05, 0.95)]
+        low, high = (chance * _quantile(q, num_ranks, 1.0, pause_s) for q in (0.05, 0.95))
     else:
         mean = pause_s * float(np.sum(-np.expm1(j * _log1m(chance)) / j))
-        quantiles = [_quantile(q, num_ranks, chance, pause_s) for q in (0.05, 0.95)]
-    return Interval(mean, *quantiles)
+        low, high = (_quantile(q, num_ranks, chance, pause_s) for q in (0.05, 0.95))
+    return Interval(mean, low, max(high, mean))
 
 
 def _log1m(chance: float) -> float:
@@ -62,10 +65,3 @@ def _quantile(share: float, num_ranks: int, chance: float, pause_s: float) -> fl
     """x with (1 - c e^(-x/u))^n = share; 0 where nobody pauses with a larger chance."""
     late = -math.expm1(math.log(share) / num_ranks)
     return max(0.0, -pause_s * math.log(late / chance))
-
-
-def _planned_quantile(share: float, num_ranks: int, chance: float, pause_s: float) -> float:
-    """Most steps have no pause; of those with one, the largest of n."""
-    if share <= 1.0 - chance:
-        return 0.0
-    return _quantile((share - (1.0 - chance)) / chance, num_ranks, 1.0, pause_s)

@@ -91,7 +91,8 @@ def _text_of(name_or_path: str, beside: Path | None) -> tuple[str, Path | None]:
         path = beside / path
     if not path.is_file():
         near = difflib.get_close_matches(name_or_path, CATALOGUE, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"known names: {', '.join(CATALOGUE)}"
+        hint = f"known names: {', '.join(CATALOGUE)}"
+        hint += f" (nearest: {near[0]!r})" if near else ""
         raise ConfigError(
             f"cluster {name_or_path!r} is neither a file nor a known name; {hint}; "
             "`megascale calibrate FILE` writes one for this machine"

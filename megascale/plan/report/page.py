@@ -50,6 +50,8 @@ def check_report(path: Path | None) -> None:
         raise ConfigError(
             f"--report {path} is a folder; name a file in it, such as {path}/plan.html"
         )
+    if path.suffix not in (".html", ".htm"):
+        raise ConfigError(f"--report {path}: it is a page; give it a name that ends in .html")
     folder = path.parent
     if not folder.is_dir():
         near = next(one for one in folder.absolute().parents if one.is_dir())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megascale.plan.case import Layout
 from megascale.plan.machine.cluster import Cluster
 from megascale.plan.machine.groups import group_shape
-from megascale.plan.search.fit import LEAST_RESERVE
+from megascale.plan.machine.usable import reserve
 from megascale.plan.search.question import Question
 from megascale.plan.search.scale import Scale
 
@@ -26,7 +26,7 @@ def assumptions_of(
     lines = [
         scale.told(question.case(layout), cluster),
         (
-            f"memory: {max(LEAST_RESERVE, device.reserve):.0%} of {device.memory_gb:g} GiB is kept "
+            f"memory: {reserve(device):.0%} of {device.memory_gb:g} GiB is kept "
             "free for what is not predicted (fragmentation, CUDA's context, NCCL's buffers)"
         ),
         f"matrix products: {device.gemm.source_of('share')}",
@@ -45,6 +45,11 @@ def assumptions_of(
         lines.append("MFU counts attention in full within the window; `causal` counts half of it")
     if question.job.dtype_bytes > 2:
         lines.append(f"computing in {8 * question.job.dtype_bytes} bits (training.dtype)")
+    if question.config.cluster.topology:
+        lines.append(
+            "cluster.topology is not counted here: ranks fill nodes in order, and `train` and "
+            "`run` place them by that file (docs/cluster-effects.md says what it gains)"
+        )
     if cluster.notes:
         lines.append(f"cluster {cluster.name!r}: {cluster.notes}")
     return tuple(lines)

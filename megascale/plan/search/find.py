@@ -22,9 +22,10 @@ from megascale.plan.effects.effects import Effects
 from megascale.plan.estimate import estimate, estimate_of
 from megascale.plan.estimate_many import estimate_many
 from megascale.plan.machine.cluster import Cluster
+from megascale.plan.machine.usable import usable_bytes
 from megascale.plan.pricing import price
 from megascale.plan.search.finalists import candidates, finalists, group_of, num_computes
-from megascale.plan.search.fit import does_not_fit, limit_bytes, most_bytes, nothing_fits
+from megascale.plan.search.fit import does_not_fit, most_bytes, nothing_fits
 from megascale.plan.search.nearest import check_whole_nodes, no_legal_layout
 from megascale.plan.search.parts import of_formula, of_simulation
 from megascale.plan.search.question import Question, stage_memory
@@ -70,7 +71,7 @@ def find(
 ) -> Found:
     """The best layouts on `cluster`. ConfigError where none is legal, or none fits."""
     began = time.perf_counter()
-    space, limit = legal_space(question), limit_bytes(cluster)
+    space, limit = legal_space(question), usable_bytes(cluster.device)
     memory = most_bytes(question, space)
     fitting = space.take(memory <= limit)
     seconds = formula_seconds(question, fitting, cluster)

@@ -1,8 +1,4 @@
-"""What fits in memory, and what is missing where nothing does.
-
-A device keeps a reserve for what the prediction does not count (`plan/memory.py`): the allocator's
-fragmentation, CUDA's context, NCCL's buffers. Its cluster file says how much, at least 6 %.
-"""
+"""What fits in memory, and what is missing where nothing does."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ from megascale.errors import ConfigError
 from megascale.plan.case import Layout
 from megascale.plan.columns import Floats
 from megascale.plan.machine.cluster import Cluster
+from megascale.plan.machine.usable import usable_bytes
 from megascale.plan.memory import RankMemory
 from megascale.plan.search.explain import describe_layout, describe_switches
 from megascale.plan.search.question import Question, stage_memory
@@ -21,14 +18,7 @@ from megascale.plan.search.space import Space, legal_layouts
 from megascale.plan.step_memory import step_memory
 from megascale.units import format_bytes
 
-LEAST_RESERVE = 0.06
 _DOUBLINGS = 12
-
-
-def limit_bytes(cluster: Cluster) -> float:
-    """What a rank may hold on a device of `cluster`."""
-    device = cluster.device
-    return device.memory_bytes * (1.0 - max(LEAST_RESERVE, device.reserve))
 
 
 def most_bytes(question: Question, space: Space) -> Floats:
@@ -57,7 +47,7 @@ def nothing_fits(question: Question, cluster: Cluster, space: Space, memory: Flo
     """The error: the least that any layout needs, of what, and how many GPUs would be enough."""
     least = space.layout(int(np.argmin(memory)))
     stage, held = fullest(question, least)
-    limit = limit_bytes(cluster)
+    limit = usable_bytes(cluster.device)
     missing = held.total_bytes - limit
     return ConfigError(
         f"none of {len(space):,} layouts on {question.num_devices} x {cluster.device.name} fits: "
@@ -92,7 +82,7 @@ def _advice(question: Question, cluster: Cluster) -> str:
 
 def _enough_devices(question: Question, cluster: Cluster) -> int | None:
     """The first doubling of the devices on which something fits, if the cluster has them."""
-    limit = limit_bytes(cluster)
+    limit = usable_bytes(cluster.device)
     per_node = question.devices_per_node
     num_devices = question.num_devices
     for _ in range(_DOUBLINGS):

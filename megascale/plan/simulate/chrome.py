@@ -43,8 +43,12 @@ def check_trace_path(path: Path) -> None:
     if os.path.isdir(path):
         raise ConfigError(f"the trace was to be written to {path}, a folder; name a file in it")
     folder = path.absolute().parent
-    while not os.path.lexists(folder):
-        folder = folder.parent
+    if not os.path.lexists(folder):
+        near = next(one for one in folder.parents if one.is_dir())
+        raise ConfigError(
+            f"the trace was to be written to {path}: the folder {folder} does not exist; make it, "
+            f"or write into {near}"
+        )
     try:
         with TemporaryFile(dir=folder):
             pass

@@ -9,10 +9,10 @@ from typing import Any
 
 from megascale.plan.case import Case
 from megascale.plan.machine.cluster import Cluster
+from megascale.plan.machine.usable import usable_bytes
 from megascale.plan.memory import case_memory
 from megascale.plan.report.table import table
 from megascale.plan.search.explain import describe_layout, describe_switches
-from megascale.plan.search.fit import limit_bytes
 from megascale.plan.simulate.drawing import LEGEND, draw
 from megascale.plan.simulate.timeline import StageParts, Timeline
 from megascale.plan.validate.rows import Row
@@ -55,7 +55,7 @@ class Simulated:
 
     @property
     def fits(self) -> bool:
-        return max(self.stage_bytes) <= limit_bytes(self.cluster)
+        return max(self.stage_bytes) <= usable_bytes(self.cluster.device)
 
     @property
     def tokens_per_s(self) -> float:
@@ -99,7 +99,7 @@ def _answer(simulated: Simulated) -> Iterator[str]:
     )
     most = max(simulated.stage_bytes)
     held = f"{format_bytes(most)} on stage {simulated.stage_bytes.index(most)}"
-    limit = format_bytes(limit_bytes(cluster))
+    limit = format_bytes(usable_bytes(cluster.device))
     if simulated.fits:
         yield f"  memory {held}, {limit} may be used"
     else:
@@ -151,7 +151,7 @@ def as_document(simulated: Simulated) -> dict[str, Any]:
         "tokens_per_s": simulated.tokens_per_s,
         "bubble_share": timeline.bubble_share,
         "stage_bytes": simulated.stage_bytes,
-        "limit_bytes": limit_bytes(simulated.cluster),
+        "limit_bytes": usable_bytes(simulated.cluster.device),
         "fits": simulated.fits,
         "effects_of_scale": False,
         "mean_parts": timeline.mean_parts,

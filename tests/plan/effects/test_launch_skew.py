@@ -33,11 +33,16 @@ def test_planned_pauses_cost_a_tenth_at_the_papers_size() -> None:
     planned = launch_skew(12_288, chance=0.01, pause_s=0.1, planned=True)
     assert free.value == pytest.approx(0.54, abs=0.01)
     assert planned.value == pytest.approx(0.01 * 0.1 * (np.log(12_288) + 0.5772), rel=1e-3)
-    assert (planned.low, planned.high) == (0.0, 0.0)  # 99 of 100 steps have no pause
-    often = launch_skew(100, chance=0.5, pause_s=0.1, planned=True)
-    assert often.high == pytest.approx(
-        0.1 * -np.log(1 - 0.9**0.01)
-    )  # 90th percentile of its pauses
+    # of a period of 100 steps the latest of 12,288 pauses, spread over its steps
+    assert planned.high == pytest.approx(0.01 * 0.1 * -np.log(1 - 0.95 ** (1 / 12_288)))
+    assert planned.low < planned.value < planned.high
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 64, 12_288])
+def test_the_mean_lies_in_its_interval(ranks: int, planned: bool) -> None:
+    found = launch_skew(ranks, planned=planned)
+    assert found.low <= found.value <= found.high
 
 
 def test_more_ranks_wait_longer_and_no_pause_is_no_wait() -> None:

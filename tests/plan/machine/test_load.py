@@ -144,7 +144,7 @@ def test_every_problem_of_a_file_is_told_at_once(tmp_path: Path) -> None:
 
 
 def test_names_sizes_and_files_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="did you mean 'h200'"):
+    with pytest.raises(ConfigError, match="nearest: 'h200'"):
         load_cluster("h20")
     with pytest.raises(ConfigError, match="ask for 1 to 16384"):
         load_cluster("a100", 100_000)

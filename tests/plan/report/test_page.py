@@ -65,6 +65,8 @@ def test_money_where_a_price_is_known_and_no_bar_without_an_end() -> None:
 
 def test_a_place_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
     check_report(None)
+    with pytest.raises(ConfigError, match=r"a name that ends in \.html"):
+        check_report(tmp_path / "out.pdf")
     check_report(tmp_path / "out.html")
     missing = tmp_path / "no" / "where" / "out.html"
     with pytest.raises(

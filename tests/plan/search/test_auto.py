@@ -9,6 +9,7 @@ import pytest
 from megascale.config import RunConfig, load_config, with_overrides
 from megascale.errors import ConfigError
 from megascale.plan.machine.load import load_cluster
+from megascale.plan.machine.usable import usable_bytes
 from megascale.plan.search.auto import (
     choose_layout,
     cluster_of,
@@ -16,7 +17,6 @@ from megascale.plan.search.auto import (
     predicted,
     resolve_layout,
 )
-from megascale.plan.search.fit import limit_bytes
 
 TINY = [
     "model.preset=tiny-llama",
@@ -80,7 +80,7 @@ def test_on_a_cluster_the_planners_first_and_it_fits() -> None:
     assert choice.ranked is not None
     assert choice.layout == choice.ranked.layout
     assert choice.ranked.place == 1
-    assert choice.ranked.most_bytes < limit_bytes(load_cluster("h200"))
+    assert choice.ranked.most_bytes < usable_bytes(load_cluster("h200").device)
     assert "predicted for cluster 'h200'" in str(choice)
     again = choose_layout(_config("parallelism.cluster=h200"), 4, _never)
     assert again == choice, "all who choose, choose alike"

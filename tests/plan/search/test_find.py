@@ -12,6 +12,7 @@ from megascale.plan.effects.effects import NO_EFFECTS, Effects, NetworkShare
 from megascale.plan.estimate import estimate
 from megascale.plan.machine.cluster import Cluster
 from megascale.plan.machine.load import load_cluster
+from megascale.plan.machine.usable import usable_bytes
 from megascale.plan.pricing import price
 from megascale.plan.search.finalists import (
     NUM_CANDIDATES,
@@ -22,7 +23,7 @@ from megascale.plan.search.finalists import (
     num_computes,
 )
 from megascale.plan.search.find import find, formula_seconds, judge, legal_space, sweep_of
-from megascale.plan.search.fit import limit_bytes, most_bytes
+from megascale.plan.search.fit import most_bytes
 from megascale.plan.search.question import Question, question_of
 from megascale.plan.search.scale import Scale
 from megascale.plan.search.space import Integers, Limits, Space
@@ -63,7 +64,7 @@ def test_the_first_is_about_as_fast_as_the_fastest_of_all_simulated() -> None:
     space = legal_space(question)
     assert 50 < len(space) < 400
     every = [judge(question, cluster, layout) for layout in space.layouts()]
-    fastest = min(one.step_s for one in every if one.most_bytes <= limit_bytes(cluster))
+    fastest = min(one.step_s for one in every if one.most_bytes <= usable_bytes(cluster.device))
     found = find(question, cluster, top=3)
     assert found.num_legal == len(space)
     assert found.ranked[0].step_s <= 1.01 * fastest
@@ -73,7 +74,7 @@ def test_the_first_is_about_as_fast_as_the_fastest_of_all_simulated() -> None:
 def test_what_does_not_fit_is_never_shown_and_what_fits_is_counted() -> None:
     question, cluster = _question("training.seq_len=32768", limits=FEW), _cluster()
     found = find(question, cluster, top=50)
-    limit = limit_bytes(cluster)
+    limit = usable_bytes(cluster.device)
     space = legal_space(question)
     assert found.num_fit == int((most_bytes(question, space) <= limit).sum()) < len(space)
     assert all(one.most_bytes <= limit for one in found.ranked)

@@ -32,7 +32,7 @@ def _written(timeline: Timeline, path: Path) -> dict[str, Any]:
 
 
 def test_the_trace_holds_every_span(timeline: Timeline, tmp_path: Path) -> None:
-    document = _written(timeline, tmp_path / "a" / "trace.json")
+    document = _written(timeline, tmp_path / "trace.json")
     assert document["otherData"]["simulated"] is True
     assert document["otherData"]["step_s"] == timeline.step_s
     slices = [event for event in document["traceEvents"] if event["ph"] == "X"]
@@ -97,11 +97,15 @@ def test_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
         check_trace_path(folder)
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(ConfigError, match=r"cannot be written to .*: Not a directory; name"):
+    with pytest.raises(ConfigError, match=r"file/below does not exist; make it, or write into"):
         check_trace_path(file / "below" / "trace.json")
+    with pytest.raises(ConfigError, match=r"cannot be written to .*: Not a directory; name"):
+        check_trace_path(file / "trace.json")
     with pytest.raises(ConfigError, match=r"cannot be written to /proc/trace\.json: "):
         check_trace_path(Path("/proc/trace.json"))
-    check_trace_path(tmp_path / "new" / "trace.json.gz")
+    with pytest.raises(ConfigError, match=r"new does not exist; make it, or write into .*"):
+        check_trace_path(tmp_path / "new" / "trace.json.gz")
+    check_trace_path(tmp_path / "trace.json.gz")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.json"]
 
 
