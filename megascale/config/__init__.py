@@ -1,5 +1,6 @@
 """The typed configuration of a run: sections with the field's names, TOML recipes, overrides."""
 
+from megascale.config.checkpoint import CheckpointConfig
 from megascale.config.comm import CommConfig
 from megascale.config.load import load_config, parse_config, with_overrides
 from megascale.config.model import ModelConfig, RopeScaling
@@ -7,7 +8,6 @@ from megascale.config.operators import OperatorsConfig
 from megascale.config.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from megascale.config.presets import PRESETS
 from megascale.config.run import (
-    CheckpointConfig,
     DataConfig,
     DebugConfig,
     JobConfig,

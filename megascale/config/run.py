@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from megascale.config.base import Section
+from megascale.config.checkpoint import CheckpointConfig
 from megascale.config.cluster import ClusterConfig
 from megascale.config.comm import CommConfig
 from megascale.config.model import ModelConfig
@@ -51,28 +52,6 @@ class ValidationConfig(Section):
 
     interval: int = Field(0, ge=0)
     batches: int = Field(4, ge=1, description="global batches a validation")
-
-
-class CheckpointConfig(Section):
-    """What is saved, when, and what a run starts from."""
-
-    enable: bool = True
-    interval: int = Field(0, ge=0, description="steps between checkpoints; 0: only at the end")
-    keep_latest_k: int = Field(3, ge=1)
-    save_at_end: bool = True
-    initial_load_path: str = Field(
-        "", description="checkpoint or run folder of ours, or a Hugging Face folder"
-    )
-    initial_load_in_hf: bool = Field(False, description="initial_load_path is Hugging Face's")
-    memory_interval: int = Field(
-        0,
-        ge=0,
-        description="steps between saves to memory that outlives a rank, where the ranks have an "
-        "agent (`megascale run`); 0: never",
-    )
-    memory_copies: bool = Field(
-        True, description="each rank's memory is also kept by a rank of another node"
-    )
 
 
 class MetricsConfig(Section):

@@ -291,7 +291,7 @@ class Loop:
 
 def _read(pending: _Pending) -> StepValues:
     """Device to host; waits until the step has run, and for nothing launched after it."""
-    loss, grad_norm, masked, stop_votes = pending.outcome.summary.read()
+    loss, grad_norm, masked, stop_votes, tier_votes = pending.outcome.summary.read()
     return StepValues(
         step=pending.step,
         loss=loss,
@@ -301,4 +301,5 @@ def _read(pending: _Pending) -> StepValues:
         consumed_samples=pending.consumed_samples,
         masked=bool(masked),
         stop_votes=int(stop_votes),
+        tier_votes=int(tier_votes),
     )

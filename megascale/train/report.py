@@ -32,6 +32,7 @@ class StepValues:
     consumed_samples: int
     masked: bool  # the gradient was not finite, the update was not applied
     stop_votes: int
+    tier_votes: int = 0  # tiers whose time is up by the writer's clock
 
 
 class Reporter:

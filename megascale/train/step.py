@@ -2,8 +2,8 @@
 
 The loss is a mean over all unmasked tokens of the global batch. Micro-batches contribute sums over
 a nominal token count; the true count is known when the last stage has seen all masks. One small sum
-over the world then gives every rank the loss, the correction of the gradients, and whether anybody
-asked to stop.
+over the world then gives every rank the loss, the correction of the gradients, whether anybody
+asked to stop, and which tiers' time the writer found to be up (`tiers.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StepOutcome:
 
     summary  on its way to the host: mean loss over the unmasked tokens of the global batch, global
              gradient norm, 1 where the update was masked, ranks that asked to stop before the
-             step; equal on all ranks
+             step, and the sum of the ranks' votes for tiers; equal on all ranks
     update   device values, for naming a parameter whose gradient is not finite
     """
 
@@ -63,6 +63,7 @@ def train_step(
     global_batch: int,
     lr: float,
     wants_stop: bool = False,
+    vote: int = 0,
     before_update: Callable[[], None] | None = None,
 ) -> StepOutcome:
     """Forward, backward, reduce, update. A non-finite norm masks the update on the device.
@@ -75,14 +76,14 @@ def train_step(
     program.begin(micro_batches, nominal_tokens=nominal, training=True)
     zero.start_step()
     assembly.runtime.run(len(micro_batches))
-    sums = _start_world_sums(assembly, wants_stop)
+    sums = _start_world_sums(assembly, wants_stop, vote)
 
     def final(flat: int) -> None:
         with assembly.span("grad_norm", work="optimizer"):  # while others are being reduced
             assembly.optimizer.gradient_is_final(flat)
 
     zero.finish_gradients(final)
-    loss_sum, num_valid, votes = sums()
+    loss_sum, num_valid, stops, votes = sums()
     if before_update is not None:
         before_update()
     with assembly.span("optimizer"):
@@ -93,7 +94,7 @@ def train_step(
         )
     zero.finish_update()
     loss = loss_sum / num_valid.clamp(min=1.0)  # a batch that is masked whole has loss 0
-    summary = torch.stack([loss, update.norm, update.found_inf.double(), votes])
+    summary = torch.stack([loss, update.norm, update.found_inf.double(), stops, votes])
     return StepOutcome(HostCopy(summary), update)
 
 
@@ -105,15 +106,17 @@ def validation_loss(assembly: Assembly, batches: Sequence[Sequence[MicroBatch]])
     for micro_batches in batches:
         program.begin(micro_batches, nominal_tokens=1, training=False)
         assembly.runtime.run_forward(len(micro_batches))
-        loss_sum, num_valid, _ = _start_world_sums(assembly, wants_stop=False)()
+        loss_sum, num_valid, *_ = _start_world_sums(assembly, wants_stop=False)()
         total += torch.stack([loss_sum, num_valid])
     loss_sum, num_valid = total.tolist()
     return float(loss_sum / max(num_valid, 1.0))
 
 
-def _start_world_sums(assembly: Assembly, wants_stop: bool) -> Callable[[], tuple[Tensor, ...]]:
+def _start_world_sums(
+    assembly: Assembly, wants_stop: bool, vote: int = 0
+) -> Callable[[], tuple[Tensor, ...]]:
     """Begin to sum over the world; what it returns waits (on CUDA: the stream does) and gives loss
-    sum, valid tokens, votes to stop.
+    sum, valid tokens, votes to stop, votes for tiers.
 
     Every tensor-parallel rank of the last stage holds the same loss; rank 0 of them counts it.
     """
@@ -124,6 +127,7 @@ def _start_world_sums(assembly: Assembly, wants_stop: bool) -> Callable[[], tupl
             program.loss_sum * float(counts),
             program.num_valid * float(counts),
             torch.full_like(program.loss_sum, float(wants_stop)),
+            torch.full_like(program.loss_sum, float(vote)),
         ]
     )
     work: dist.Work | None = None

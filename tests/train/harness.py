@@ -108,7 +108,7 @@ def train_tiny(
             global_batch=batch.num_samples,
             lr=config.optimizer.lr,
         )
-        loss, norm, _, _ = outcome.summary.read()
+        loss, norm, *_ = outcome.summary.read()
         losses.append(loss)
         norms.append(norm)
         assembly.zero.wait_for_parameters()

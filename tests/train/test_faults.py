@@ -120,7 +120,7 @@ def _loss(assembly: Assembly, step: int) -> tuple[float, float, bool]:
     size = assembly.config.training.global_batch_size
     batch = loader.read(step * size, size)
     outcome = train_step(assembly, batch.micro_batches, global_batch=size, lr=0.0)
-    loss, norm, masked, _ = outcome.summary.read()
+    loss, norm, masked, *_ = outcome.summary.read()
     return loss, norm, bool(masked)
 
 

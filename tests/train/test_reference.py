@@ -154,7 +154,7 @@ def _our_steps(config: RunConfig, rank: int, world_size: int) -> list[Step]:
         outcome = train_step(
             assembly, batch.micro_batches, global_batch=batch.num_samples, lr=config.optimizer.lr
         )
-        loss, norm, _, _ = outcome.summary.read()
+        loss, norm, *_ = outcome.summary.read()
         assembly.zero.wait_for_parameters()
         logical = logical_tensors(assembly.chunks[0])
         steps.append(Step(loss, norm, {name: v.clone() for name, v in logical.items()}))
