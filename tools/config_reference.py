@@ -98,7 +98,7 @@ def _type_name(annotation: Any) -> str:
     if get_origin(annotation) in (Union, UnionType):
         return " or ".join(_type_name(p) for p in get_args(annotation) if p is not NoneType)
     if _section_types(annotation):
-        return "section"
+        return "list of sections" if get_origin(annotation) is tuple else "section"
     return str(annotation.__name__)
 
 
@@ -115,6 +115,8 @@ def _toml(value: Any) -> str:
     """`value` as a recipe writes it."""
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 

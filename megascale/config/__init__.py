@@ -2,13 +2,13 @@
 
 from megascale.config.checkpoint import CheckpointConfig
 from megascale.config.comm import CommConfig
+from megascale.config.data import DataConfig, MixturePart
 from megascale.config.load import load_config, parse_config, with_overrides
 from megascale.config.model import ModelConfig, RopeScaling
 from megascale.config.operators import OperatorsConfig
 from megascale.config.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from megascale.config.presets import PRESETS
 from megascale.config.run import (
-    DataConfig,
     DebugConfig,
     JobConfig,
     MetricsConfig,
@@ -34,6 +34,7 @@ __all__ = [
     "JobConfig",
     "LrSchedulerConfig",
     "MetricsConfig",
+    "MixturePart",
     "ModelConfig",
     "OperatorsConfig",
     "OptimizerConfig",

@@ -6,14 +6,13 @@ before anything starts, and says what was got, what is legal and what to do.
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field, model_validator
 
 from megascale.config.base import Section
 from megascale.config.checkpoint import CheckpointConfig
 from megascale.config.cluster import ClusterConfig
 from megascale.config.comm import CommConfig
+from megascale.config.data import DataConfig
 from megascale.config.model import ModelConfig
 from megascale.config.operators import OperatorsConfig
 from megascale.config.parallelism import ActivationCheckpointConfig, ParallelismConfig
@@ -31,20 +30,6 @@ class JobConfig(Section):
         "runs/default", min_length=1, description="one run a folder; resume is explicit"
     )
     description: str = ""
-
-
-class DataConfig(Section):
-    """A folder written by `megascale data prepare`, or synthetic tokens for benchmarks."""
-
-    path: str = Field("", description="prepared folder; empty with synthetic = true")
-    synthetic: bool = Field(False, description="seeded random tokens, no files")
-    packing: Literal["concat", "pad"] = Field(
-        "concat", description="documents joined and cut, or one padded document a sample"
-    )
-    mask_end_of_document: bool = Field(
-        False, description="no loss on predicting the token after a document's end"
-    )
-    prefetch: int = Field(2, ge=0, description="global batches read ahead")
 
 
 class ValidationConfig(Section):

@@ -8,7 +8,7 @@ from megascale.data.loader import (
     MicroBatch,
     sample_numbers,
 )
-from megascale.data.mixture import SampleOrder, ShuffledSamples
+from megascale.data.mixture import Mixture, SampleOrder, ShuffledSamples, open_parts, shares_of
 from megascale.data.prepare import Progress, prepare
 from megascale.data.prepared import Meta, PreparedData, Split, SplitMeta, open_prepared
 from megascale.data.samples import Dataset, PackedDataset, Packing, Sample, SyntheticDataset
@@ -24,6 +24,7 @@ __all__ = [
     "IndexedWriter",
     "Meta",
     "MicroBatch",
+    "Mixture",
     "PackedDataset",
     "Packing",
     "PreparedData",
@@ -36,10 +37,12 @@ __all__ = [
     "SyntheticDataset",
     "TextTokenizer",
     "load_tokenizer",
+    "open_parts",
     "open_prepared",
     "permute",
     "prepare",
     "sample_index",
     "sample_numbers",
+    "shares_of",
     "train_bpe",
 ]

@@ -14,8 +14,9 @@ from megascale.config import RunConfig
 from megascale.errors import ConfigError
 from megascale.train.corpus import data_identity
 
-# Where files lie may differ between nodes; what is in them may not.
-_PLACES = frozenset({"job.run_dir", "data.path", "checkpoint.initial_load_path"})
+# Where files lie may differ between nodes; what is in them may not, nor the shares of a mixture: the
+# identity of the data has both.
+_PLACES = frozenset({"job.run_dir", "data.path", "data.mixture", "checkpoint.initial_load_path"})
 
 
 def check_agreement(config: RunConfig) -> None:

@@ -1,7 +1,8 @@
-"""What a run trains on: the prepared folder, its tokenizer, its loaders. No torch."""
+"""What a run trains on: the prepared folders, their tokenizer, its loaders. No torch."""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from megascale.config import RunConfig
@@ -9,10 +10,13 @@ from megascale.data import (
     Dataset,
     GlobalBatch,
     GlobalBatchLoader,
+    Meta,
     PackedDataset,
     SyntheticDataset,
-    open_prepared,
+    open_parts,
+    shares_of,
 )
+from megascale.data.opening import open_order
 from megascale.data.prepared import Split
 from megascale.errors import ConfigError
 from megascale.topology import Coordinates, Mesh
@@ -31,13 +35,13 @@ def resolve_vocabulary(config: RunConfig) -> RunConfig:
                 "from; set model.vocab_size"
             )
         return config
-    prepared = open_prepared(config.data.path, vocab_size=model.vocab_size)
-    make_dataset(config, "train")
+    first = open_parts(config.data.folders, model.vocab_size)[0]
+    open_order(config, "train")
     if config.validation.interval:
-        make_dataset(config, "valid")
+        open_order(config, "valid")
     if model.vocab_size is not None:
         return config
-    sized = model.model_copy(update={"vocab_size": prepared.meta.vocab_size})
+    sized = model.model_copy(update={"vocab_size": first.meta.vocab_size})
     return config.model_copy(update={"model": sized})
 
 
@@ -45,32 +49,55 @@ def tokenizer_files(config: RunConfig) -> list[Path]:
     """The tokenizer's files, to keep with the run."""
     if config.data.synthetic:
         return []
-    folder = Path(config.data.path)
+    folder = Path(config.data.folders[0])
     return [folder / "tokenizer.json", folder / "tokenizer_config.json"]
 
 
 def unigram_entropy_nats(config: RunConfig) -> float | None:
-    """Loss of the best model that ignores context, on the training split; the bar to be under."""
-    if config.data.synthetic:
+    """Loss of the best model that ignores context, on the training split; the bar to be under.
+
+    Of a mixture: the parts' entropies, weighted by their shares. It is the loss of the best model
+    that knows no more than which part it reads, at most the entropy of the mixed tokens, and needs
+    no counts.
+    """
+    data = config.data
+    if data.synthetic:
         return None
-    return open_prepared(config.data.path).meta.unigram_entropy_nats
+    entropies = [part.meta.unigram_entropy_nats for part in open_parts(data.folders)]
+    if not data.mixture:
+        return entropies[0]
+    shares = shares_of([part.weight for part in data.mixture])
+    return sum(float(share) * nats for share, nats in zip(shares, entropies, strict=True))
 
 
 def data_identity(config: RunConfig) -> dict[str, str]:
     """What a checkpoint remembers of the data, wherever the files lie.
 
+    mixture                shares and fingerprints of the parts, in order; only of a mixture
     documents, tokenizer   fingerprints
     split                  what went where: with these documents it fixes every sample
     """
-    if config.data.synthetic:
+    data = config.data
+    if data.synthetic:
         return dict.fromkeys(("documents", "tokenizer", "split"), "synthetic")
-    meta = open_prepared(config.data.path).meta
-    tokens = " + ".join(f"{split.tokens} {name}" for name, split in sorted(meta.splits.items()))
-    return {
-        "documents": meta.documents_sha256,
-        "tokenizer": meta.tokenizer_sha256,
-        "split": f"{tokens} tokens, fraction {meta.validation_fraction}, seed {meta.seed}",
+    metas = [part.meta for part in open_parts(data.folders)]
+    documents = [meta.documents_sha256 for meta in metas]
+    identity = {
+        "documents": documents[0],
+        "tokenizer": metas[0].tokenizer_sha256,
+        "split": "; ".join(map(_split_identity, metas)),
     }
+    if not data.mixture:
+        return identity
+    shares = shares_of([part.weight for part in data.mixture])
+    parts = [f"{share} of {text[:16]}" for share, text in zip(shares, documents, strict=True)]
+    joined = hashlib.sha256(" ".join(documents).encode()).hexdigest()
+    return {"mixture": " + ".join(parts)} | identity | {"documents": joined}
+
+
+def _split_identity(meta: Meta) -> str:
+    tokens = " + ".join(f"{split.tokens} {name}" for name, split in sorted(meta.splits.items()))
+    return f"{tokens} tokens, fraction {meta.validation_fraction}, seed {meta.seed}"
 
 
 def make_dataset(config: RunConfig, split: Split) -> Dataset:

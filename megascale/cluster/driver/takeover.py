@@ -24,6 +24,7 @@ _ABSENT = "not set"
 _FIXED = (
     "cluster.",
     "data.mask_end_of_document",
+    "data.mixture",
     "data.packing",
     "data.path",
     "job.run_dir",
