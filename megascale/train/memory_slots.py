@@ -63,7 +63,7 @@ def open_slots(
 def kept_pieces(assembly: Assembly) -> list[Piece]:
     """All that the rank needs to go on, copies of what others hold too, and the updates' number."""
     count = Piece("count/updates", (), Box((), ()), assembly.optimizer.step_count)
-    return [*state_pieces(assembly.zero, assembly.optimizer, counted_only=False), count]
+    return [*state_pieces(assembly.zero, assembly.optimizer, "all"), count]
 
 
 def _identity(assembly: Assembly, folder: RunFolder, data: dict[str, str]) -> str:

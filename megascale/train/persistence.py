@@ -126,7 +126,7 @@ class Persistence:
         check_same_model(meta["model"], self.config.model, str(path), resume=True)
         check_same_samples(meta, self.config, self._data, str(path))
         self.assembly.zero.wait_for_parameters()  # a gather in flight would write over what is read
-        pieces = state_pieces(self.assembly.zero, self.assembly.optimizer, counted_only=False)
+        pieces = state_pieces(self.assembly.zero, self.assembly.optimizer, "all")
         with self.recorder.span("checkpoint", op="load", host=True):
             load_checkpoint(path, pieces, group=self._group, verified=True)
         self.assembly.optimizer.step_count.fill_(meta["num_updates"])
@@ -235,7 +235,7 @@ class Persistence:
         zero, optimizer = self.assembly.zero, self.assembly.optimizer
         num_updates = int(optimizer.step_count.item())
         meta = checkpoint_meta(self.config, progress, num_updates, self._data)
-        pieces = state_pieces(zero, optimizer, counted_only=True)
+        pieces = state_pieces(zero, optimizer, "counted")
         try:
             with self.recorder.span("checkpoint", op="save", host=True):
                 where, step, moved = self.folder.checkpoints, progress.step, self.recorder.moved

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -23,6 +23,9 @@ from megascale.parallel.zero import ShardedDataParallel
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
+Share = Literal["all", "counted", "copies"]
+"""What a rank holds: all of it; what it counts, each element on one rank of all; the rest: what
+tensor ranks above 0 replicate, and tied copies."""
 
 
 @dataclass
@@ -33,40 +36,33 @@ class Progress:
     consumed_samples: int = 0
 
 
-def run_pieces(run: Run, prefix: str, values: Tensor, *, counted_only: bool = False) -> list[Piece]:
-    """Pieces of `values` [run.stop - run.start], laid out as the run's master shard.
-
-    counted_only  leave out copies: what tensor ranks above 0 replicate, and tied copies
-    """
+def run_pieces(run: Run, prefix: str, values: Tensor, share: Share = "all") -> list[Piece]:
+    """Pieces of `values` [run.stop - run.start], laid out as the run's master shard."""
     origin = run.bucket.shard_start
     blocks = [
         replace(piece.flat.block, start=piece.flat.start)
         for piece in run.owned
-        if not (counted_only and piece.flat.block.is_copy)
+        if share == "all" or piece.flat.block.is_copy == (share == "copies")
     ]
     return pieces_of_range(prefix, blocks, values, origin + run.start, origin + run.stop)
 
 
-def master_pieces(zero: ShardedDataParallel, *, counted_only: bool = False) -> list[Piece]:
+def master_pieces(zero: ShardedDataParallel, share: Share = "all") -> list[Piece]:
     """Views of every master shard of this rank."""
     return [
         piece
         for run in zero.runs
-        for piece in run_pieces(
-            run, "master", run.bucket.master[run.start : run.stop], counted_only=counted_only
-        )
+        for piece in run_pieces(run, "master", run.bucket.master[run.start : run.stop], share)
     ]
 
 
-def state_pieces(
-    zero: ShardedDataParallel, optimizer: Optimizer, *, counted_only: bool
-) -> list[Piece]:
-    """Masters and moments: what a checkpoint holds of this rank."""
-    return master_pieces(zero, counted_only=counted_only) + [
+def state_pieces(zero: ShardedDataParallel, optimizer: Optimizer, share: Share) -> list[Piece]:
+    """Masters and moments. A checkpoint holds what each rank counts."""
+    return master_pieces(zero, share) + [
         piece
         for name, values in optimizer.state().items()
         for run, flat in zip(zero.runs, values, strict=True)
-        for piece in run_pieces(run, name, flat, counted_only=counted_only)
+        for piece in run_pieces(run, name, flat, share)
     ]
 
 

@@ -133,7 +133,7 @@ def _gradients(assembly: Assembly, grad_scale: Any) -> list[RankPiece]:
         )
         for run in assembly.zero.runs
         for piece in run_pieces(
-            run, "gradient", run.bucket.gradient[run.start : run.stop], counted_only=True
+            run, "gradient", run.bucket.gradient[run.start : run.stop], "counted"
         )
     ]
 
