@@ -5,6 +5,12 @@ concat   all tokens in stored order, cut into windows of S + 1 that overlap by o
 pad      each document by itself in windows of at most S + 1; the rest of the last is padding,
          which the loss mask leaves out
 
+With a document mask a sample of "concat" says where the document of each token starts, so that
+attention stays inside it. What nothing of a document predicts, its first token, then has no loss:
+that is `mask_end_of_document`, by the index's documents instead of by the token that ends them. The
+two leave out the same positions where every document ends with that token and holds it nowhere
+else; with both, what either leaves out is left out.
+
 Invariant: sample i is a pure function of the files and i. Nothing here knows of shuffling, ranks or
 batches.
 """
@@ -60,8 +66,10 @@ class PackedDataset:
         seq_len: int,
         packing: Packing = "concat",
         mask_end_of_document: bool = False,
+        document_mask: bool = False,
     ) -> None:
         """Raises DataError where the split is missing, damaged, or shorter than one sample."""
+        assert packing == "concat" or not document_mask, "a padded sample is one document"
         meta = Meta.read(Path(folder))
         if split not in meta.splits:
             raise DataError(
@@ -78,6 +86,7 @@ class PackedDataset:
                 f"{meta.splits[split].tokens}; the files are of different preparations"
             )
         # runs of tokens that windows do not cross; of one token, nothing is predicted
+        self._documents = self._file.document_offsets() if document_mask else None
         if packing == "pad":
             self._starts = self._file.document_offsets()
             windows = -(-(np.diff(self._starts) - 1) // seq_len)
@@ -106,7 +115,13 @@ class PackedDataset:
         loss_mask_S[: stop - start - 1] = 1.0
         if self._mask_end_of_document:
             loss_mask_S[window[:-1] == self._end_of_document] = 0.0
-        return Sample(window[:-1], window[1:], loss_mask_S)
+        if self._documents is None:
+            return Sample(window[:-1], window[1:], loss_mask_S)
+        begins = _begins(self._documents, start, stop)
+        loss_mask_S[begins - 1] = 0.0
+        starts_W = np.zeros(self.seq_len + 1, np.int32)
+        starts_W[begins] = begins
+        return Sample(window[:-1], window[1:], loss_mask_S, np.maximum.accumulate(starts_W[:-1]))
 
     def _read(self, start: int, stop: int) -> NDArray[Any]:
         """Tokens of the file, checked here: checking all on opening would read all of it."""
@@ -118,6 +133,14 @@ class PackedDataset:
                 f"vocabulary has {self.vocab_size} entries; copy or prepare it again"
             )
         return tokens
+
+
+def _begins(offsets: NDArray[np.int64], start: int, stop: int) -> NDArray[np.int64]:
+    """Where documents begin inside tokens start to stop, but for one that begins at `start`;
+    counted from `start`. A document without tokens begins where the next one does."""
+    first = np.searchsorted(offsets, start, side="right")
+    behind = np.searchsorted(offsets, stop, side="left")
+    return offsets[first:behind] - start
 
 
 class SyntheticDataset:

@@ -86,7 +86,13 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         y_BSKH = attention(
-            q, k, v, window=self.cfg.attention_window, dropout=dropout, mode=ctx.operators
+            q,
+            k,
+            v,
+            window=self.cfg.attention_window,
+            documents=ctx.documents,
+            dropout=dropout,
+            mode=ctx.operators,
         )
         return y_BSKH.reshape(qkv_Tn.shape[0], -1)
 

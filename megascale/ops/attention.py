@@ -1,4 +1,5 @@
-"""Causal attention with grouped heads and an optional sliding window (MegaScale 3.1).
+"""Causal attention with grouped heads, an optional sliding window (MegaScale 3.1) and documents
+that do not see each other (`ops/documents.py`).
 
 Shapes: B sequences, S query positions, Z key positions (Z = S, or more with a key-value cache),
 K query heads, G key-value heads (G divides K), H head dimension. The S queries are the last S of
@@ -25,9 +26,15 @@ is asked for powers of 2 from 16 on; other head dimensions with a window run as 
 FlashAttention-2 does not take (fp32, wide or odd heads) runs with a mask `[S, S]`, keys and values
 repeated, which made a step of the 175B-wide layers 9 % slower at s 2048.
 
+With documents, in either mode, bf16 on CUDA runs FlashAttention-2's attention of packed sequences:
+each document's part of a sequence is one, so no mask is made and no block outside a document is
+computed, forward or backward, and the window comes with it. (FlexAttention would need a block mask
+of every micro-batch, made on the device. `benchmarks/document_mask.py` times both.)
+
 Elsewhere:
 - generation on CUDA (S < Z): the same list, a boolean mask where S > 1;
-- CPU: torch's scaled_dot_product_attention, a boolean mask where there is a window;
+- CPU: torch's scaled_dot_product_attention, a boolean mask where there is a window or documents, of
+  `[B, 1, S, S]` with documents, made once a micro-batch; so is what FlashAttention-2 does not take;
 - attention dropout: explicit scores, probabilities and mask, S x Z for each head. Slow and large;
   it exists because a counter-based mask gives the same run in every layout.
 """
@@ -45,6 +52,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megascale.ops.cached import cached
+from megascale.ops.documents import Documents
 from megascale.ops.mode import OperatorMode
 from megascale.ops.random import dropout as drop_rows
 
@@ -70,34 +78,64 @@ def attention(
     v_BZGH: Tensor,
     *,
     window: int | None = None,
+    documents: Documents | None = None,
     dropout: AttentionDropout | None = None,
     mode: OperatorMode = "fused",
 ) -> Tensor:
-    """softmax(q k^T / sqrt(H) + mask) v, as `[B, S, K, H]`."""
+    """softmax(q k^T / sqrt(H) + mask) v, as `[B, S, K, H]`; with `documents`, S = Z."""
     num_queries, num_keys = q_BSKH.shape[1], k_BZGH.shape[1]
     if window is not None and window >= num_keys:
         window = None
     if dropout is not None:
-        return attention_reference(q_BSKH, k_BZGH, v_BZGH, window=window, dropout=dropout)
+        return attention_reference(
+            q_BSKH, k_BZGH, v_BZGH, window=window, documents=documents, dropout=dropout
+        )
+    if documents is not None:
+        return _inside_documents(q_BSKH, k_BZGH, v_BZGH, documents, window, mode)
     q, k, v = (x.transpose(1, 2) for x in (q_BSKH, k_BZGH, v_BZGH))
     causal = window is None and num_queries == num_keys
     if window is not None and num_queries == num_keys and _takes_flex(q, mode):
         return _window_cuda(q, k, v, window).transpose(1, 2)
     if window is not None and num_queries == num_keys and _takes_flash(q_BSKH):
-        return _window_flash(q_BSKH, k_BZGH, v_BZGH, window)
+        bounds = _starts_B(len(q_BSKH), num_keys, q_BSKH.device)
+        return _flash(q_BSKH, k_BZGH, v_BZGH, bounds, num_keys, window)
     mask = None
     if not causal and (window is not None or num_queries > 1):
         mask = visible_mask(num_queries, num_keys, window, q.device)
+    return _scaled_dot_product(q, k, v, mask, mode).transpose(1, 2)
+
+
+def _inside_documents(
+    q_BSKH: Tensor,
+    k_BSGH: Tensor,
+    v_BSGH: Tensor,
+    documents: Documents,
+    window: int | None,
+    mode: OperatorMode,
+) -> Tensor:
+    assert q_BSKH.shape[1] == k_BSGH.shape[1], "documents are of training: no cache, S = Z"
+    if window is not None and window >= documents.longest:
+        window = None
+    if _takes_flash(q_BSKH):
+        bounds, longest = documents.bounds_N, documents.longest
+        return _flash(q_BSKH, k_BSGH, v_BSGH, bounds, longest, window)
+    q, k, v = (x.transpose(1, 2) for x in (q_BSKH, k_BSGH, v_BSGH))
+    return _scaled_dot_product(q, k, v, documents.visible(window), mode).transpose(1, 2)
+
+
+def _scaled_dot_product(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mode: OperatorMode
+) -> Tensor:
+    """Heads before positions; without a mask, causal where there are as many queries as keys."""
+    causal = mask is None and q.shape[2] == k.shape[2]
     grouped = q.shape[1] != k.shape[1]
     if not q.is_cuda:
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
-        return y.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
     if grouped and mask is not None:  # of the kernels that take a mask, only cuDNN's takes groups
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         grouped = False
     with sdpa_kernel(_PRIORITY[mode], set_priority=True):
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
-    return y.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
 
 
 def _takes_flex(q_BKSH: Tensor, mode: OperatorMode) -> bool:
@@ -155,11 +193,18 @@ def _starts_B(num_sequences: int, seq_len: int, device: torch.device) -> Tensor:
     return torch.arange(num_sequences + 1, dtype=torch.int32, device=device) * seq_len
 
 
-def _window_flash(q_BSKH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, window: int) -> Tensor:
+def _flash(
+    q_BSKH: Tensor,
+    k_BSGH: Tensor,
+    v_BSGH: Tensor,
+    bounds_N: Tensor,
+    longest: int,
+    window: int | None,
+) -> Tensor:
+    """FlashAttention-2 on the T = B S tokens, cut into sequences at `bounds_N`."""
     from torch.nn.attention.varlen import varlen_attn
 
     num_sequences, seq_len, num_heads = q_BSKH.shape[:3]
-    starts_B = _starts_B(num_sequences, seq_len, q_BSKH.device)
     if k_BSGH.shape[2] != num_heads:  # torch 2.11's function has no word for groups
         repeats = num_heads // k_BSGH.shape[2]
         k_BSGH, v_BSGH = (x.repeat_interleave(repeats, dim=2) for x in (k_BSGH, v_BSGH))
@@ -167,11 +212,11 @@ def _window_flash(q_BSKH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, window: int) -
         q_BSKH.flatten(0, 1),
         k_BSGH.flatten(0, 1),
         v_BSGH.flatten(0, 1),
-        cu_seq_q=starts_B,
-        cu_seq_k=starts_B,
-        max_q=seq_len,
-        max_k=seq_len,
-        window_size=(window - 1, 0),
+        cu_seq_q=bounds_N,
+        cu_seq_k=bounds_N,
+        max_q=longest,
+        max_k=longest,
+        window_size=(-1 if window is None else window - 1, 0),
     )
     assert isinstance(y_TKH, Tensor)
     return y_TKH.unflatten(0, (num_sequences, seq_len))
@@ -183,6 +228,7 @@ def attention_reference(
     v_BZGH: Tensor,
     *,
     window: int | None = None,
+    documents: Documents | None = None,
     dropout: AttentionDropout | None = None,
 ) -> Tensor:
     """The formula with every intermediate in memory; also the path of attention dropout."""
@@ -191,7 +237,10 @@ def attention_reference(
     k_BKHZ = k_BZGH.repeat_interleave(num_heads // kv_heads, dim=2).permute(0, 2, 3, 1)
     v_BKZH = v_BZGH.repeat_interleave(num_heads // kv_heads, dim=2).transpose(1, 2)
     scores_BKSZ = q_BSKH.transpose(1, 2) @ k_BKHZ / math.sqrt(head_dim)
-    mask = visible_mask(num_queries, num_keys, window, q_BSKH.device)
+    if documents is None:
+        mask = visible_mask(num_queries, num_keys, window, q_BSKH.device)
+    else:
+        mask = documents.visible(window)
     scores_BKSZ = scores_BKSZ.masked_fill(~mask, -math.inf)
     wide = torch.promote_types(scores_BKSZ.dtype, torch.float32)
     weights_BKSZ = torch.softmax(scores_BKSZ, dim=-1, dtype=wide).to(v_BZGH.dtype)

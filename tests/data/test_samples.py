@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,47 @@ def test_no_loss_on_the_first_token_of_the_next_document(tmp_path: Path) -> None
     assert sample.tokens_S.tolist() == [1, 2, _END, 3, _END, 4, 5]
     assert sample.labels_S.tolist() == [2, _END, 3, _END, 4, 5, _END]
     assert sample.loss_mask_S.tolist() == [1, 1, 0, 1, 0, 1, 1]
+
+
+@given(documents=_documents, seq_len=st.integers(2, 8))
+@settings(max_examples=40, deadline=None)
+def test_a_document_mask_says_where_each_token_s_document_starts(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], seq_len: int
+) -> None:
+    numbers = [n for n, document in enumerate(documents) for _ in document]
+    if len(numbers) <= seq_len:
+        return
+    folder = prepared_folder(tmp_path_factory.mktemp("data"), documents)
+    plain = PackedDataset(folder, "train", seq_len)
+    masked = PackedDataset(folder, "train", seq_len, document_mask=True)
+    both = PackedDataset(folder, "train", seq_len, document_mask=True, mask_end_of_document=True)
+    ends = PackedDataset(folder, "train", seq_len, mask_end_of_document=True)
+    for i in range(len(plain)):
+        window = numbers[i * seq_len : (i + 1) * seq_len + 1]
+        sample = masked[i]
+        assert sample.document_starts_S is not None
+        assert sample.document_starts_S.dtype == np.int32
+        assert sample.document_starts_S.tolist() == [window.index(n) for n in window[:-1]]
+        inside = [float(a == b) for a, b in pairwise(window)]
+        assert sample.loss_mask_S.tolist() == inside
+        assert both[i].loss_mask_S.tolist() == inside == ends[i].loss_mask_S.tolist()
+        assert sample.tokens_S.tolist() == plain[i].tokens_S.tolist()
+        assert sample.labels_S.tolist() == plain[i].labels_S.tolist()
+        assert plain[i].document_starts_S is None
+
+
+def test_both_masks_leave_out_what_either_leaves_out(tmp_path: Path) -> None:
+    """Documents that do not end with the closing token, as other programs' files may have."""
+    folder = prepared_folder(tmp_path, [[1, 2], [3, _END, 4], [5, 6, 7]])
+
+    def loss(ends: bool, documents: bool) -> list[float]:
+        dataset = PackedDataset(folder, "train", 7, "concat", ends, documents)
+        mask: list[float] = dataset[0].loss_mask_S.tolist()
+        return mask
+
+    assert loss(ends=False, documents=True) == [1, 0, 1, 1, 0, 1, 1]
+    assert loss(ends=True, documents=False) == [1, 1, 1, 0, 1, 1, 1]
+    assert loss(ends=True, documents=True) == [1, 0, 1, 0, 0, 1, 1]
 
 
 def test_types_are_those_of_the_batch(tmp_path: Path) -> None:
