@@ -11,12 +11,14 @@ from torch import Tensor
 from megascale.model.context import make_context
 from megascale.ops.attention import attention, attention_reference
 from megascale.ops.cross_entropy import cross_entropy, cross_entropy_reference
+from megascale.ops.documents import make_documents
 from megascale.ops.embedding import embedding
 from megascale.ops.linear import linear
 from megascale.ops.mode import OperatorMode
 from megascale.ops.random import bits, dropout, fill_normal_, normal
 from megascale.shards import Box
 from tests.model.builders import build, random_tokens, tiny
+from tests.ops.test_documents import packed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 BF16 = torch.bfloat16
@@ -68,6 +70,36 @@ def test_attention_and_gradients(
     ):
         if expected.norm() > 1e-6:  # with a window of 1 the scores have no gradient
             assert _error(got, expected) < 2e-2
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("window", [None, 100, 1])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize("mode", ["fused", "plain"])
+def test_attention_inside_documents(
+    head_dim: int, kv_heads: int, window: int | None, dtype: torch.dtype, mode: OperatorMode
+) -> None:
+    """Other packings one after another: nothing may be kept of the one before."""
+    seq_len, worst = 512, {BF16: (1e-2, 2e-2), torch.float32: (1e-5, 1e-5)}[dtype]
+    for lengths in (((200, 1, 311), (512,)), ((1,) * 512, (37, 475)), ((512,), (512,))):
+        starts = packed(lengths).starts_BS
+        documents = make_documents(starts, lambda host: host.pin_memory().cuda(non_blocking=True))
+        shapes = [(2, seq_len, heads, head_dim) for heads in (4, kv_heads, kv_heads)]
+        low = [torch.randn(s, device="cuda", dtype=dtype, requires_grad=True) for s in shapes]
+        wide = [x.detach().double().requires_grad_() for x in low]
+        weights = torch.randn(shapes[0], device="cuda", dtype=dtype)
+        torch.cuda.set_sync_debug_mode("error")
+        y = attention(*low, window=window, documents=documents, mode=mode)
+        grads = torch.autograd.grad(y, low, weights)
+        torch.cuda.set_sync_debug_mode("default")
+        reference = attention_reference(*wide, window=window, documents=documents)
+        assert _error(y, reference) < worst[0]
+        for got, expected in zip(
+            grads, torch.autograd.grad(reference, wide, weights.double()), strict=True
+        ):
+            if expected.norm() > 1e-6:  # documents of one token have no gradient of their scores
+                assert _error(got, expected) < worst[1]
 
 
 @pytest.mark.parametrize("num_valid", [None, 1000])
