@@ -81,7 +81,7 @@ def test_attention_inside_documents(
     head_dim: int, kv_heads: int, window: int | None, dtype: torch.dtype, mode: OperatorMode
 ) -> None:
     """Other packings one after another: nothing may be kept of the one before."""
-    seq_len, worst = 512, {BF16: (1e-2, 2e-2), torch.float32: (1e-5, 1e-5)}[dtype]
+    seq_len, worst = 512, {BF16: (1e-2, 2e-2), torch.float32: (1e-4, 1e-4)}[dtype]
     for lengths in (((200, 1, 311), (512,)), ((1,) * 512, (37, 475)), ((512,), (512,))):
         starts = packed(lengths).starts_BS
         documents = make_documents(starts, lambda host: host.pin_memory().cuda(non_blocking=True))
