@@ -4,7 +4,9 @@ MFU is `FLOPs a token x tokens a second / (devices x peak)`. Two conventions are
 `mfu` counts causal attention in full, as MegaScale, PaLM and TorchTitan do; `mfu_causal` counts
 half of it (s/2 keys a query), as Megatron-LM has done since March 2025. Recomputation and the
 lookup of the input embedding are never counted. Where a sliding window is set, both multiply the
-attention term by the share of causal pairs that the window keeps.
+attention term by the share of causal pairs that the window keeps. A document mask is not known
+here: the attention of whole samples is counted, so with short documents both are too high by up to
+the attention term.
 
 For a GPT the full convention equals 72 L h^2 (1 + s/6h + V/12Lh). An unknown device has no peak,
 and therefore no MFU: a guessed peak is the usual reason for published figures above 100 %.
