@@ -1,0 +1,1 @@
+"""What checkpoints cost: rows of bench `checkpoint` (docs/checkpoint.md)."""
