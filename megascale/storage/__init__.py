@@ -13,5 +13,7 @@ through fsspec. Both keep one contract (`interface.py`, tests/storage/contract.p
 from __future__ import annotations
 
 from megascale.storage.interface import BLOCK_BYTES, FileJob, Storage, Written
+from megascale.storage.local import LocalFolder
+from megascale.storage.opening import open_storage
 
-__all__ = ["BLOCK_BYTES", "FileJob", "Storage", "Written"]
+__all__ = ["BLOCK_BYTES", "FileJob", "LocalFolder", "Storage", "Written", "open_storage"]

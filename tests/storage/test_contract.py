@@ -1,0 +1,29 @@
+"""One contract, each kind of storage: a folder on a disk, one on tmpfs, memory, S3, web HDFS."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megascale.storage import open_storage
+from tests.storage.contract import CASES, Case
+
+
+def _named(case: Case) -> str:
+    return case.__name__
+
+
+@pytest.mark.parametrize("case", CASES, ids=_named)
+def test_a_folder_on_a_disk(case: Case, tmp_path: Path) -> None:
+    case(open_storage(tmp_path / "root"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=_named)
+def test_a_folder_by_its_file_url(case: Case, tmp_path: Path) -> None:
+    case(open_storage(f"file://{tmp_path}/root"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=_named)
+def test_memory(case: Case, tmp_path: Path) -> None:
+    case(open_storage(f"memory://{tmp_path}/root"))
