@@ -81,7 +81,11 @@ def train(
 def prepare(
     inputs: Annotated[
         list[str],
-        typer.Option("--input", help="glob, file, folder, .jsonl, or 'stdlib'; may be repeated"),
+        typer.Option(
+            "--input",
+            help="glob, file or folder of text, .jsonl, .parquet or .arrow, prefix of .bin and "
+            ".idx, hf:NAME:CONFIG:SPLIT, or 'stdlib'; may be repeated",
+        ),
     ],
     tokenizer: Annotated[
         str, typer.Option(help="train:BPE:VOCAB, a tokenizer.json, or a Hugging Face folder")
@@ -90,6 +94,10 @@ def prepare(
     workers: Annotated[int | None, typer.Option(min=1, help="processes; default: cores")] = None,
     validation_fraction: Annotated[float, typer.Option(min=0.0, max=0.5)] = 0.02,
     seed: Annotated[int, typer.Option(help="of the split into train and validation")] = 0,
+    text_column: Annotated[str, typer.Option(help="column or key that holds the text")] = "text",
+    strict: Annotated[
+        bool, typer.Option("--strict", help="refuse what otherwise is skipped and counted")
+    ] = False,
 ) -> None:
     """Tokenise text into memory-mapped token files."""
     from megascale.data.prepare import prepare_with_progress
@@ -101,6 +109,8 @@ def prepare(
         workers=workers,
         validation_fraction=validation_fraction,
         seed=seed,
+        text_column=text_column,
+        strict=strict,
     )
 
 

@@ -7,6 +7,7 @@ something only below it; it is counted here because every token passes through.
 from __future__ import annotations
 
 import hashlib
+import logging
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -16,8 +17,11 @@ from numpy.typing import NDArray
 
 from megascale.data.encode import Encoded, SplitRule
 from megascale.data.indexed import IndexedWriter
+from megascale.data.inputs.documents import Kind
 from megascale.data.prepared import SPLITS, Split, SplitMeta
 from megascale.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 
 class CorpusWriter:
@@ -25,14 +29,16 @@ class CorpusWriter:
 
     counts      occurrences of each token id, int64 [V], per split
     splits      tokens and documents written, per split that has any
+    skipped     documents and parts of files left out, by why
+    ends_added  ends of documents put behind documents that were tokens already
     smallest_draw   of all documents: the first to be held out, were the fraction larger
     """
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self.counts = {split: np.zeros(vocab_size, np.int64) for split in SPLITS}
         self.splits: dict[str, SplitMeta] = {}
-        self.num_undecodable = 0
-        self.num_empty = 0
+        self.skipped = dict.fromkeys(Kind, 0)
+        self.ends_added = 0
         self._folder = folder
         self._vocab_size = vocab_size
         self._writers: dict[Split, IndexedWriter] = {}
@@ -51,8 +57,11 @@ class CorpusWriter:
             self.splits[split] = SplitMeta(
                 before.tokens + len(tokens), before.documents + len(lengths)
             )
-        self.num_undecodable += encoded.num_undecodable
-        self.num_empty += encoded.num_empty
+        for kind, number in encoded.skipped.items():
+            self.skipped[kind] += number
+        for where in encoded.broken:
+            logger.warning("skipped, and counted in meta.json: %s", where)
+        self.ends_added += encoded.ends_added
         self._digest.update(encoded.digests)
         self.smallest_draw = min(self.smallest_draw, encoded.smallest_draw)
 
@@ -72,8 +81,10 @@ class CorpusWriter:
         """Raise DataError where a split that was asked for received no document."""
         if self.num_documents == 0:
             raise DataError(
-                f"the input holds no text ({self.num_undecodable} documents are not UTF-8, "
-                f"{self.num_empty} are empty); name other files"
+                f"the input holds no text ({self.skipped[Kind.UNDECODABLE]} documents are not "
+                f"UTF-8, {self.skipped[Kind.EMPTY]} are empty, {self.skipped[Kind.NULL]} null, "
+                f"{self.skipped[Kind.ROW_GROUP]} row groups and the ends of "
+                f"{self.skipped[Kind.FILE_END]} files broken); name other files"
             )
         if rule.validation_fraction > 0 and len(self.splits) < 2:
             raise DataError(

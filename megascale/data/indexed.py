@@ -15,6 +15,7 @@ agree. A file cut short, or an index of another file, is refused before the firs
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,6 +29,7 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+_CHUNK = 1 << 16  # documents that are indexed at a time
 _UINT16_BELOW = 65500  # Megatron's bound, lower than the type's own
 
 
@@ -41,32 +43,51 @@ def _with_suffix(prefix: Path, suffix: str) -> Path:
 
 
 class IndexedWriter:
-    """Appends documents to PREFIX.bin; `close` writes PREFIX.idx. One sequence a document."""
+    """Appends documents to PREFIX.bin; `close` writes PREFIX.idx. One sequence a document.
+
+    The lengths wait in PREFIX.lengths until then, so that memory does not grow with the documents.
+    """
 
     def __init__(self, prefix: Path, vocab_size: int) -> None:
         self.dtype = token_dtype(vocab_size)
         self._prefix = prefix
         self._bin = open(_with_suffix(prefix, ".bin"), "wb")  # noqa: SIM115 - until close()
-        self._lengths: list[NDArray[np.int32]] = []
+        self._lengths = open(_with_suffix(prefix, ".lengths"), "w+b")  # noqa: SIM115 - as well
+        self._num_documents = 0
 
     def add(self, tokens: NDArray[Any], lengths: NDArray[Any]) -> None:
         """Append documents: their tokens end to end, and the length of each."""
         assert lengths.sum() == len(tokens), (lengths.sum(), len(tokens))
         self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
-        self._lengths.append(lengths.astype("<i4"))
+        self._lengths.write(lengths.astype("<i4").data)
+        self._num_documents += len(lengths)
 
     def close(self) -> None:
         """Close the tokens and write their index."""
         self._bin.close()
-        lengths = np.concatenate([np.zeros(0, "<i4"), *self._lengths])
-        ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
-        starts = np.concatenate([np.zeros(1, "<i8"), ends])[: len(lengths)]
-        documents = np.arange(len(lengths) + 1, dtype="<i8")
+        num = self._num_documents
         code = next(code for code, name in _DTYPES.items() if np.dtype(name) == self.dtype)
         with open(_with_suffix(self._prefix, ".idx"), "wb") as idx:
-            idx.write(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(documents)))
-            for array in (lengths, starts, documents):
-                idx.write(array.data)
+            idx.write(_HEADER.pack(_MAGIC, _VERSION, code, num, num + 1))
+            for lengths in self._stored_lengths():
+                idx.write(lengths.data)
+            start = 0
+            for lengths in self._stored_lengths():
+                ends = start + np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
+                idx.write(np.concatenate([[start], ends[:-1]]).astype("<i8").data)
+                start = int(ends[-1])
+            for first in range(0, num + 1, _CHUNK):
+                idx.write(np.arange(first, min(first + _CHUNK, num + 1), dtype="<i8").data)
+        self._discard_lengths()
+
+    def _stored_lengths(self) -> Iterator[NDArray[np.int32]]:
+        self._lengths.seek(0)
+        while raw := self._lengths.read(4 * _CHUNK):
+            yield np.frombuffer(raw, "<i4")
+
+    def _discard_lengths(self) -> None:
+        self._lengths.close()
+        _with_suffix(self._prefix, ".lengths").unlink()
 
     def __enter__(self) -> IndexedWriter:
         return self
@@ -81,6 +102,7 @@ class IndexedWriter:
             self.close()
         else:
             self._bin.close()  # no index: what was written is not a token file
+            self._discard_lengths()
 
 
 class IndexedTokens:

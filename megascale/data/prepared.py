@@ -20,7 +20,8 @@ from typing import Any, Literal
 from megascale.data.tokenizer import TextTokenizer, load_tokenizer
 from megascale.errors import DataError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2 counts more kinds of what was skipped; the rest is as in 1
+_READABLE = (1, 2)
 Split = Literal["train", "valid"]
 SPLITS: tuple[Split, ...] = ("train", "valid")
 
@@ -41,8 +42,11 @@ class Meta:
                                        best model that ignores context
     valid_unigram_cross_entropy_nats   loss of that model on the held-out split (frequencies with
                                        one added to each count); null without held-out documents
+    skipped_*                          documents that are not UTF-8, empty or null; broken row
+                                       groups of Parquet files; files whose end could not be read
     documents_sha256                   over the digests of all documents in stored order: equal
                                        digests mean equal text, wherever the files lay
+    ends_added                         documents given as tokens without the end of document
     """
 
     format_version: int
@@ -59,6 +63,10 @@ class Meta:
     seed: int
     validation_fraction: float
     command: str
+    skipped_null: int = 0
+    skipped_row_groups: int = 0
+    skipped_file_ends: int = 0
+    ends_added: int = 0
 
     def write(self, folder: Path) -> None:
         text = json.dumps(dataclasses.asdict(self), indent=2)
@@ -75,10 +83,10 @@ class Meta:
         try:
             values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             version = values["format_version"]
-            if version != FORMAT_VERSION:
+            if version not in _READABLE:
                 raise DataError(
-                    f"{path} has format version {version}; this program reads {FORMAT_VERSION}: "
-                    f"prepare the data again with: {values.get('command')}"
+                    f"{path} has format version {version}; this program reads {_READABLE[0]} to "
+                    f"{FORMAT_VERSION}: prepare the data again with: {values.get('command')}"
                 )
             splits = {name: SplitMeta(**split) for name, split in values.pop("splits").items()}
             return cls(splits=splits, **values)

@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from megascale.errors import DataError
 END_OF_DOCUMENT = "<|endoftext|>"
 # asked in this order where tokenizer_config.json names no eos_token: GPT, Llama 3, Llama 2, Gemma
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
+_CACHED_WORDS = 200_000  # some 30 MB where all are used
 _SMALLEST_VOCAB = 257  # every byte, and the end of document
 _SPEC = "train:BPE:VOCAB, a tokenizer.json, or a folder that holds one"
 
@@ -61,10 +63,21 @@ class TextTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """Token ids of each document, closed by the end of document."""
+    def encode_documents(self, texts: Sequence[str]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """(tokens of all documents end to end, each closed by the end of document; the number of
+        tokens of each)"""
         batch = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array([*e.ids, self.end_of_document_id], dtype=np.int32) for e in batch]
+        lengths = np.fromiter((len(e) + 1 for e in batch), np.int32, len(batch))
+        end = (self.end_of_document_id,)
+        ids = chain.from_iterable(chain(e.ids, end) for e in batch)
+        return np.fromiter(ids, np.int32, int(lengths.sum(dtype=np.int64))), lengths
+
+    def widen_cache(self) -> None:
+        """Remember more words: costs memory, never changes a token. For a process that encodes a
+        lot; the library's 10,000 words are soon full, and a full cache forgets nothing."""
+        resize = getattr(self._tokenizer.model, "_resize_cache", None)
+        if resize is not None:
+            resize(_CACHED_WORDS)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)

@@ -20,6 +20,7 @@ from megascale.data import encode, sources
 from megascale.data.corpus import cross_entropy_nats
 from megascale.data.encode import SplitRule, document_digest
 from megascale.data.indexed import IndexedTokens, IndexedWriter
+from megascale.data.inputs.documents import Task
 from megascale.data.prepare import Progress, prepare, prepare_with_progress
 from megascale.data.prepared import Meta
 from megascale.data.tokenizer import load_tokenizer
@@ -223,7 +224,7 @@ def test_a_full_disk_leaves_nothing(
     _refused("No space left on device; nothing was left", [str(corpus)], tmp_path / "o")
 
 
-def _die(task: sources.Task) -> None:
+def _die(task: Task) -> None:
     os._exit(1)
 
 

@@ -62,5 +62,7 @@ def test_damaged_meta_is_refused(folder: Path, text: str) -> None:
 def test_other_format_names_the_command(folder: Path) -> None:
     values = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps({**values, "format_version": 9}))
-    with pytest.raises(DataError, match=r"format version 9; this program reads 1: .* data prepare"):
+    with pytest.raises(
+        DataError, match=r"format version 9; this program reads 1 to 2: .* data prepare"
+    ):
         open_prepared(folder)

@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 
 from megascale.data import sources
-from megascale.data.sources import list_files, make_tasks, read_documents
+from megascale.data.inputs import text
+from megascale.data.inputs.documents import Skipped
+from megascale.data.sources import find_sources, list_inputs
 from megascale.errors import DataError
 
 
 def _documents(files: list[Path]) -> list[str | None]:
-    return [text for task in make_tasks(files) for text in read_documents(task)]
+    tasks = find_sources([str(file) for file in files]).tasks()
+    documents = [document for task in tasks for part in task for document in part.read()]
+    return [None if isinstance(d, Skipped) else str(d) for d in documents]
 
 
 def _write_jsonl(path: Path, texts: list[str]) -> Path:
@@ -45,11 +49,11 @@ def test_large_text_is_cut_at_line_ends(
     path = tmp_path / "book.txt"
     path.write_text("".join(lines))
     monkeypatch.setattr(sources, "_SEGMENT_BYTES", segment_bytes)
-    monkeypatch.setattr(sources, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(text, "_PIECE_BYTES", 100)
     documents = _documents([path])
     assert "".join(filter(None, documents)) == "".join(lines)
     assert len(documents) > 50
-    assert all(text and text.endswith("\n") for text in documents)
+    assert all(d and d.endswith("\n") for d in documents)
 
 
 def test_a_file_of_one_segment_is_one_document(tmp_path: Path) -> None:
@@ -71,18 +75,18 @@ def test_files_of_folders_globs_and_names_in_order_once(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(name)
-    named = list_files([str(tmp_path / "b"), str(tmp_path / "*.txt"), str(tmp_path / "a.txt")])
-    assert [str(p.relative_to(tmp_path)) for p in named] == [
+    named = list_inputs([str(tmp_path / "b"), str(tmp_path / "*.txt"), str(tmp_path / "a.txt")])
+    assert [str(Path(p).relative_to(tmp_path)) for p in named] == [
         "b/1.txt",
         "b/2.txt",
         "a.txt",
         "c[1].txt",
     ]
-    assert list_files([str(tmp_path / "c[1].txt")]) == [tmp_path / "c[1].txt"]
+    assert list_inputs([str(tmp_path / "c[1].txt")]) == [tmp_path / "c[1].txt"]
 
 
 def test_the_standard_library_without_its_tests() -> None:
-    files = list_files(["stdlib"])
+    files = [Path(path) for path in list_inputs(["stdlib"])]
     assert 300 < len(files) < 2000
     assert any(path.parts[-2:] == ("json", "decoder.py") for path in files)
     assert not any({"test", "tests", "site-packages"} & set(path.parts) for path in files)
@@ -92,9 +96,9 @@ def test_names_without_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name in ("absent.txt", "*.nothing", "empty"):
         with pytest.raises(DataError, match="matches no file"):
-            list_files([str(tmp_path / name)])
+            list_inputs([str(tmp_path / name)])
     with pytest.raises(DataError, match="no input"):
-        list_files([])
+        list_inputs([])
 
 
 @pytest.mark.parametrize(

@@ -35,19 +35,18 @@ def test_round_trip(tokenizer: TextTokenizer, text: str) -> None:
 
 
 def test_documents_end_with_the_special_token(tokenizer: TextTokenizer) -> None:
-    documents = tokenizer.encode_documents(["the fox", "x"])
+    tokens, lengths = tokenizer.encode_documents(["the fox", "x"])
     end = tokenizer.end_of_document_id
-    assert [d.tolist() for d in documents] == [
-        [*tokenizer.encode("the fox"), end],
-        [*tokenizer.encode("x"), end],
-    ]
+    first, second = [*tokenizer.encode("the fox"), end], [*tokenizer.encode("x"), end]
+    assert tokens.tolist() == first + second
+    assert lengths.tolist() == [len(first), len(second)]
     assert tokenizer.decode([end], skip_special_tokens=False) == "<|endoftext|>"
 
 
 def test_text_cannot_spell_the_special_token(tokenizer: TextTokenizer) -> None:
     text = "before<|endoftext|>after"
     assert tokenizer.end_of_document_id not in tokenizer.encode(text)
-    (document,) = tokenizer.encode_documents([text])
+    document, _ = tokenizer.encode_documents([text])
     assert document.tolist().count(tokenizer.end_of_document_id) == 1
     assert tokenizer.decode(document[:-1].tolist()) == text
 
@@ -106,7 +105,7 @@ def test_foreign_folder_names_its_own_end(tmp_path: Path, named: object) -> None
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
     loaded = load_tokenizer(tmp_path)
     assert loaded.end_of_document_id == foreign.token_to_id("</doc>")
-    (document,) = loaded.encode_documents(["the quick brown fox, the slow brown fox"])
+    document, _ = loaded.encode_documents(["the quick brown fox, the slow brown fox"])
     assert len(document) > 5  # neither truncated nor padded
     assert foreign.token_to_id("<s>") not in document
 
