@@ -8,7 +8,7 @@ so any layout trains a step on the same samples, and resuming needs the one numb
 thread reads ahead while the accelerator computes; the order is known, so nothing is sent to it.
 
 MegaScale's two-layer tree, one reader a node and ranks that copy from shared memory, is another
-`BatchSource`: it replaces who reads, never which samples.
+`BatchSource` (`data/node/`): it replaces who reads, never which samples.
 """
 
 from __future__ import annotations
@@ -22,18 +22,31 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megascale.data.samples import Dataset
-from megascale.data.shuffle import sample_index
+from megascale.data.mixture import SampleOrder
+from megascale.data.samples import Sample
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """B samples of S positions; `sample_numbers_B` counts from the start of training."""
+    """B samples of S positions; `sample_numbers_B` counts from the start of training.
 
-    tokens_BS: NDArray[np.int64]
-    labels_BS: NDArray[np.int64]
-    loss_mask_BS: NDArray[np.float32]
+    windows_BW          W = S + 1 tokens: position s is predicted from those up to s
+    document_starts_BS  position in the sample where the token's document starts; None where tokens
+                        attend to all before them
+    """
+
+    windows_BW: NDArray[np.int32]
+    loss_mask_BS: NDArray[np.bool_]
     sample_numbers_B: NDArray[np.int64]
+    document_starts_BS: NDArray[np.int32] | None = None
+
+    @property
+    def tokens_BS(self) -> NDArray[np.int64]:
+        return self.windows_BW[:, :-1].astype(np.int64)
+
+    @property
+    def labels_BS(self) -> NDArray[np.int64]:
+        return self.windows_BW[:, 1:].astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,9 @@ class BatchSource(Protocol):
     """What the training loop needs of a loader: it blocks in `__next__`, which never ends."""
 
     def __next__(self) -> GlobalBatch: ...
+
+    def is_ready(self) -> bool:
+        """Whether `__next__` would return, or raise, without waiting."""
 
     def close(self) -> None: ...
 
@@ -73,9 +89,8 @@ class GlobalBatchLoader:
 
     def __init__(
         self,
-        dataset: Dataset,
+        order: SampleOrder,
         *,
-        seed: int,
         micro_batch_size: int,
         dp_rank: int,
         dp_size: int,
@@ -83,8 +98,7 @@ class GlobalBatchLoader:
         consumed_samples: int = 0,
         prefetch: int = 2,
     ) -> None:
-        self.dataset = dataset
-        self._seed = seed
+        self._order = order
         self._micro_batch_size = micro_batch_size
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._batch_size_at = batch_size_at
@@ -100,6 +114,9 @@ class GlobalBatchLoader:
     def __next__(self) -> GlobalBatch:
         self._read_ahead(self._prefetch + 1)
         return self._pending.popleft().result()
+
+    def is_ready(self) -> bool:
+        return bool(self._pending) and self._pending[0].done()
 
     def read(self, first_sample: int, global_batch_size: int) -> GlobalBatch:
         """This rank's share of any step, read now, in the calling thread."""
@@ -121,11 +138,19 @@ class GlobalBatchLoader:
             self._next_sample += size
 
     def _read_micro_batch(self, numbers_B: NDArray[np.int64]) -> MicroBatch:
-        _, indices_B = sample_index(numbers_B, len(self.dataset), self._seed)
-        samples = [self.dataset[int(index)] for index in indices_B]
+        samples = [self._order.sample(int(number)) for number in numbers_B]
+        starts_B = [s.document_starts_S for s in samples if s.document_starts_S is not None]
         return MicroBatch(
-            tokens_BS=np.stack([sample.tokens_S for sample in samples]),
-            labels_BS=np.stack([sample.labels_S for sample in samples]),
-            loss_mask_BS=np.stack([sample.loss_mask_S for sample in samples]),
+            windows_BW=np.stack([window(sample) for sample in samples]),
+            loss_mask_BS=np.stack([sample.loss_mask_S != 0 for sample in samples]),
             sample_numbers_B=numbers_B,
+            document_starts_BS=np.stack(starts_B) if starts_B else None,
         )
+
+
+def window(sample: Sample) -> NDArray[np.int32]:
+    """The S + 1 tokens of which a sample's tokens and labels are views."""
+    tokens_W = np.empty(len(sample.tokens_S) + 1, np.int32)
+    tokens_W[:-1] = sample.tokens_S
+    tokens_W[-1] = sample.labels_S[-1]
+    return tokens_W

@@ -7,17 +7,13 @@ from pathlib import Path
 
 from megascale.config import RunConfig
 from megascale.data import (
-    Dataset,
     GlobalBatch,
     GlobalBatchLoader,
     Meta,
-    PackedDataset,
-    SyntheticDataset,
     open_parts,
     shares_of,
 )
 from megascale.data.opening import open_order
-from megascale.data.prepared import Split
 from megascale.errors import ConfigError
 from megascale.topology import Coordinates, Mesh
 
@@ -100,25 +96,13 @@ def _split_identity(meta: Meta) -> str:
     return f"{tokens} tokens, fraction {meta.validation_fraction}, seed {meta.seed}"
 
 
-def make_dataset(config: RunConfig, split: Split) -> Dataset:
-    """The samples of one split."""
-    training, data = config.training, config.data
-    if data.synthetic:
-        seed = training.seed + (split == "valid")
-        return SyntheticDataset(config.model.vocab, training.seq_len, seed)
-    return PackedDataset(
-        data.path, split, training.seq_len, data.packing, data.mask_end_of_document
-    )
-
-
 def make_loader(
     config: RunConfig, mesh: Mesh, place: Coordinates, consumed_samples: int
 ) -> GlobalBatchLoader:
     """Training steps of this data rank from a data position on."""
     training = config.training
     return GlobalBatchLoader(
-        make_dataset(config, "train"),
-        seed=training.seed,
+        open_order(config, "train"),
         micro_batch_size=training.micro_batch_size,
         dp_rank=place.dp_rank,
         dp_size=mesh.data,
@@ -132,8 +116,7 @@ def validation_batches(config: RunConfig, mesh: Mesh, place: Coordinates) -> lis
     """The same held-out samples at every validation and in every layout."""
     size = config.training.global_batch_size
     loader = GlobalBatchLoader(
-        make_dataset(config, "valid"),
-        seed=config.training.seed,
+        open_order(config, "valid"),
         micro_batch_size=config.training.micro_batch_size,
         dp_rank=place.dp_rank,
         dp_size=mesh.data,

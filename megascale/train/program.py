@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from megascale.data import MicroBatch
 from megascale.flux.collectives import rank_slice
 from megascale.model.context import ForwardContext
 from megascale.model.transformer import TransformerChunk
+from megascale.ops.documents import make_documents
 from megascale.parallel.cross_entropy import LossFunction
 from megascale.parallel.groups import Groups
 from megascale.parallel.shared_head import SharedHead, SummedGradient
@@ -122,11 +124,17 @@ class StageProgram:
         dropout = training and (model.hidden_dropout > 0 or model.attention_dropout > 0)
         samples_B = _move(batch.sample_numbers_B, self.device)
         token_ids_T = (samples_B[:, None] * seq_len).expand(-1, seq_len).flatten() + positions_T
+        documents = None
+        if batch.document_starts_BS is not None:
+            starts_BS = torch.as_tensor(batch.document_starts_BS)
+            documents = make_documents(starts_BS, partial(_put, device=self.device))
+            positions_T = positions_T - documents.starts_BS.flatten()
         context = ForwardContext(
             seq_len=seq_len,
             positions_t=positions_T[rows],
             token_ids_t=token_ids_T[rows],
             sample_numbers_B=samples_B,
+            documents=documents,
             dropout_seed=self.config.training.seed if dropout else None,
             recompute=self.config.activation_checkpoint.mode,
             operators=self.config.operators.mode,
@@ -144,6 +152,10 @@ def _move(array: object, device: torch.device) -> Tensor:
     tensor = torch.as_tensor(array)
     if tensor.dtype not in (torch.bool, torch.float32):
         tensor = tensor.to(torch.int64)
+    return _put(tensor, device)
+
+
+def _put(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor

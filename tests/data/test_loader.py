@@ -6,8 +6,10 @@ import threading
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from megascale.data.loader import GlobalBatchLoader, MicroBatch, sample_numbers
+from megascale.data.mixture import ShuffledSamples
 from megascale.data.samples import Sample, SyntheticDataset
 from megascale.data.shuffle import sample_index
 from megascale.errors import DataError
@@ -16,7 +18,7 @@ _SEED = 5
 
 
 class _Numbered:
-    """Sample i is the number i everywhere; 37 samples, so that batches straddle epochs."""
+    """Sample i is i, i + 1, ... with a mask of its bits; 37 samples: batches straddle epochs."""
 
     seq_len = 4
     vocab_size = 37
@@ -25,8 +27,12 @@ class _Numbered:
         return 37
 
     def __getitem__(self, index: int) -> Sample:
-        tokens = np.full(self.seq_len, index, np.int64)
-        return Sample(tokens, tokens + 1, np.full(self.seq_len, index / 37, np.float32))
+        tokens = index + np.arange(self.seq_len)
+        return Sample(tokens, tokens + 1, _bits(index).astype(np.float32))
+
+
+def _bits(index: int) -> NDArray[np.bool_]:
+    return (index >> np.arange(4) & 1).astype(np.bool_)
 
 
 def _loader(
@@ -39,8 +45,7 @@ def _loader(
     prefetch: int = 2,
 ) -> GlobalBatchLoader:
     return GlobalBatchLoader(
-        _Numbered(),
-        seed=_SEED,
+        ShuffledSamples(_Numbered(), _SEED),
         micro_batch_size=micro,
         dp_rank=dp_rank,
         dp_size=dp_size,
@@ -70,11 +75,10 @@ def test_order_equals_the_formula(dp_size: int, prefetch: int) -> None:
                 numbers_B = np.arange(first, first + micro)
                 _, indices_B = sample_index(numbers_B, 37, _SEED)
                 assert got.sample_numbers_B.tolist() == numbers_B.tolist()
-                assert got.tokens_BS.tolist() == [[i] * 4 for i in indices_B]
-                assert got.labels_BS.tolist() == [[i + 1] * 4 for i in indices_B]
-                np.testing.assert_array_equal(
-                    got.loss_mask_BS, np.repeat(indices_B[:, None] / 37, 4, 1).astype(np.float32)
-                )
+                assert got.tokens_BS.tolist() == [[i, i + 1, i + 2, i + 3] for i in indices_B]
+                assert got.labels_BS.tolist() == [[i + 1, i + 2, i + 3, i + 4] for i in indices_B]
+                assert got.loss_mask_BS.tolist() == [_bits(i).tolist() for i in indices_B]
+                assert got.windows_BW.dtype == np.int32
 
 
 def test_all_layouts_train_a_step_on_the_same_samples() -> None:
@@ -108,8 +112,7 @@ def test_resuming_continues_the_same_samples(resumed_at: int) -> None:
 
 def test_ramp_up_counts_what_was_consumed() -> None:
     loader = GlobalBatchLoader(
-        SyntheticDataset(10, 4, seed=0),
-        seed=0,
+        ShuffledSamples(SyntheticDataset(10, 4, seed=0), 0),
         micro_batch_size=2,
         dp_rank=0,
         dp_size=2,
@@ -147,7 +150,7 @@ class _Counting(_Numbered):
 def test_reads_ahead_so_far_and_no_further() -> None:
     dataset = _Counting()
     loader = GlobalBatchLoader(
-        dataset, seed=0, micro_batch_size=1, dp_rank=0, dp_size=1,
+        ShuffledSamples(dataset, 0), micro_batch_size=1, dp_rank=0, dp_size=1,
         batch_size_at=lambda _: 8, prefetch=2,
     )  # fmt: skip
     next(loader)
@@ -164,7 +167,7 @@ class _Failing(_Numbered):
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_failed_read_is_raised_by_next(prefetch: int) -> None:
     loader = GlobalBatchLoader(
-        _Failing(), seed=0, micro_batch_size=1, dp_rank=0, dp_size=1,
+        ShuffledSamples(_Failing(), 0), micro_batch_size=1, dp_rank=0, dp_size=1,
         batch_size_at=lambda _: 8, prefetch=prefetch,
     )  # fmt: skip
     with pytest.raises(DataError, match="expected 12 bytes, found 10"):

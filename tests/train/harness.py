@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from megascale.config import RunConfig, load_config
-from megascale.data import GlobalBatch, GlobalBatchLoader, MicroBatch, SyntheticDataset
+from megascale.data import GlobalBatch, GlobalBatchLoader, MicroBatch
+from megascale.data.opening import open_order
 from megascale.train.assemble import Assembly, assemble
 from megascale.train.state import run_pieces
 from megascale.train.step import train_step
@@ -63,15 +64,14 @@ def read(config: RunConfig, loader: GlobalBatchLoader, step: int, *, ragged: boo
 def _masked(batch: MicroBatch) -> MicroBatch:
     mask = batch.loss_mask_BS.copy()
     for row, sample in enumerate(batch.sample_numbers_B):
-        mask[row, : int(sample) % (mask.shape[1] - 1)] = 0.0
-    return MicroBatch(batch.tokens_BS, batch.labels_BS, mask, batch.sample_numbers_B)
+        mask[row, : int(sample) % (mask.shape[1] - 1)] = False
+    return replace(batch, loss_mask_BS=mask)
 
 
 def make_loader(config: RunConfig, dp_rank: int, dp_size: int) -> GlobalBatchLoader:
     training = config.training
     return GlobalBatchLoader(
-        SyntheticDataset(config.model.vocab, training.seq_len, training.seed),
-        seed=training.seed,
+        open_order(config, "train"),
         micro_batch_size=training.micro_batch_size,
         dp_rank=dp_rank,
         dp_size=dp_size,
