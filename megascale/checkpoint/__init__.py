@@ -15,26 +15,33 @@ over `group`; with None one process is the whole group.
 
 from __future__ import annotations
 
+from megascale.checkpoint.behind import BackgroundSaves, Saved, SaveFailed
+from megascale.checkpoint.digest import agree_digests, digest_pieces, launch_digests
 from megascale.checkpoint.full import FullReader
 from megascale.checkpoint.huggingface import HfFolder, write_hf_folder
 from megascale.checkpoint.load import find_latest, load_checkpoint, read_meta, verify
 from megascale.checkpoint.pieces import Piece, pieces_of_range
 from megascale.checkpoint.retention import apply_retention
-from megascale.checkpoint.save import Snapshot, save_checkpoint, take_snapshot, write_snapshot
+from megascale.checkpoint.save import save_checkpoint
+from megascale.checkpoint.staged import Staged
 
 __all__ = [
+    "BackgroundSaves",
     "FullReader",
     "HfFolder",
     "Piece",
-    "Snapshot",
+    "SaveFailed",
+    "Saved",
+    "Staged",
+    "agree_digests",
     "apply_retention",
+    "digest_pieces",
     "find_latest",
+    "launch_digests",
     "load_checkpoint",
     "pieces_of_range",
     "read_meta",
     "save_checkpoint",
-    "take_snapshot",
     "verify",
     "write_hf_folder",
-    "write_snapshot",
 ]

@@ -71,6 +71,19 @@ class Ranks:
             raise CheckpointError(summarize(failures, self.num_ranks)) from cause
         return [value for value, _ in outcomes]
 
+    def gather_at_writer(self, part: Callable[[], T]) -> list[T]:
+        """As `gather`, but only the writer has the results; [] on the others. For what is large."""
+        value: list[T] = []
+        self.gather(lambda: value.append(part()))
+        if self.group is None:
+            return value
+        values: list[Any] = [None] * self.num_ranks
+        with enclosed():
+            dist.gather_object(
+                value[0], values if self.is_writer else None, group=self.group, group_dst=0
+            )
+        return values if self.is_writer else []
+
     def writer_does(self, part: Callable[[], T]) -> T:
         """Run `part` on the writer alone; its result on every rank."""
         return self.gather(lambda: part() if self.is_writer else None)[0]  # type: ignore[return-value]

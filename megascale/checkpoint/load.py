@@ -1,44 +1,177 @@
-"""Finding, checking and loading checkpoints, saved in any layout.
+"""Finding, checking and loading checkpoints, saved in any layout (MegaScale 4.4).
 
-Invariant: no byte is unpickled before the mark, the manifest and all hashes were checked. The
-hashing is spread over the ranks, each file by one; then each rank reads only the chunks that
-intersect its pieces. `dcp.load` is not used because it gathers every rank's read plan at one rank:
-reading needs no global plan, only the agreement that all ranks succeeded.
+Invariant: of what a storage holds nothing is used before mark, manifest and hash vouched for it.
+Hashes of data are checked as it is loaded, so that it is read once: `find_latest` looks at marks,
+manifests and sizes, and a load that meets a damaged block raises DamagedError on all ranks, after
+which an older checkpoint may be tried (`load_newest` does). `verify` reads all and loads nothing.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from functools import reduce
-from operator import or_
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemReader
 
 from megascale.checkpoint.agree import Ranks
-from megascale.checkpoint.manifest import (
-    MARK,
-    Manifest,
-    hash_file,
-    list_checkpoints,
-    read_manifest,
-)
+from megascale.checkpoint.manifest import MARK, Manifest, list_checkpoints, read_manifest
 from megascale.checkpoint.pieces import Piece
-from megascale.checkpoint.planner import PieceLoadPlanner
+from megascale.checkpoint.reading import (
+    DamagedError,
+    Files,
+    Limits,
+    PlanCache,
+    RankPlan,
+    Window,
+    gather,
+    read_pieces,
+    wants_of,
+)
 from megascale.errors import CheckpointError
+from megascale.storage import open_storage
 
 logger = logging.getLogger(__name__)
+_PATIENCE_S = 300.0  # for a rank that says nothing, beyond the time its reading may take
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """What was loaded from where.
+
+    meta     the caller's of the save, with its `step`
+    digests  of each kind of state when it was saved, for whoever compares them with what it has now
+    """
+
+    path: Path | str
+    step: int
+    meta: dict[str, Any]
+    digests: dict[str, str]
 
 
 def find_latest(root: Path, *, group: dist.ProcessGroup | None = None) -> Path | None:
-    """The checkpoint of `root` that was committed last and verifies, the same on all ranks.
+    """The checkpoint of `root` that was committed last and looks whole, the same on all ranks.
 
-    Interrupted and corrupt ones are skipped with a warning; None if none is left.
+    Interrupted ones, and those of which a file is missing or of another size, are skipped with a
+    warning; None if none is left. No data is read.
     """
     ranks = Ranks(group)
+    return next((path for path, _ in _whole_ones(root, ranks)), None)
+
+
+def load_newest(
+    root: Path,
+    pieces: Sequence[Piece],
+    *,
+    group: dist.ProcessGroup | None = None,
+    accept: Callable[[Path, dict[str, Any]], None] = lambda _path, _meta: None,
+    plans: PlanCache | None = None,
+) -> LoadedCheckpoint | None:
+    """Load the one committed last; where it turns out to be damaged, the next older one.
+
+    accept  raises CheckpointError for the meta of a checkpoint that is not to be loaded (another
+            model): nothing older is tried then, nor where the storage fails
+    Collective. None where there is no checkpoint that is whole; pieces may be half filled then.
+    """
+    ranks, plans = Ranks(group), plans or PlanCache()
+    for path, files in _whole_ones(root, ranks):
+        loaded = _loaded(path, files)
+        accept(path, loaded.meta)
+        try:
+            with _peers_named(str(path)):
+                _load(files, pieces, ranks, plans)
+        except DamagedError as error:
+            _warn(ranks, f"skipping a corrupt checkpoint: {error}")
+            continue
+        return loaded
+    return None
+
+
+def load_checkpoint(
+    path: Path | str,
+    pieces: Iterable[Piece],
+    *,
+    group: dist.ProcessGroup | None = None,
+    verified: bool = False,
+    plans: PlanCache | None = None,
+    patience_s: float = _PATIENCE_S,
+) -> LoadedCheckpoint:
+    """Fill the tensors of `pieces` in place, from whatever layout was saved. Collective.
+
+    Values are converted where the piece's dtype is not the saved one (logged). Of each kind of
+    state that is asked for (`master`, `exp_avg`, ...: the key up to its first slash), the ranks
+    together must ask for every saved tensor: a model with fewer layers is another model.
+
+    path        a folder or a URL (`s3://BUCKET/RUN/step-00000100`)
+    group       gloo, used by nobody else meanwhile; None: a single process
+    verified    `path` comes from `find_latest` just now: sizes need no second look
+    plans       of earlier loads: one in the same layout is not planned again
+    patience_s  for a rank that says nothing, beyond the time its reading may take
+
+    Raises CheckpointError on all ranks: DamagedError where another checkpoint may be whole, else
+    for another model, a storage that fails, a rank that is gone. Pieces may then be half filled.
+    """
+    ranks = Ranks(group)
+    with _peers_named(str(path)):
+        files = _open(path, ranks)
+        if not verified:
+            _check_sizes(files, ranks)
+        _load(files, list(pieces), ranks, plans or PlanCache(), patience_s)
+    return _loaded(path, files)
+
+
+def verify(path: Path | str, *, group: dist.ProcessGroup | None = None) -> Manifest:
+    """Check mark, manifest, and size and hashes of each file; raises CheckpointError on all ranks.
+
+    Reads everything; the files are dealt out over the ranks of `group`, largest first.
+    """
+    ranks = Ranks(group)
+    files = _open(path, ranks)
+    _check_sizes(files, ranks)
+    saved = files.manifest.files
+    by_size = sorted(range(len(files.names)), key=lambda n: (-saved[files.names[n]].num_bytes, n))
+    gather(ranks, lambda: _hash(files, by_size[ranks.rank :: ranks.num_ranks]))
+    return files.manifest
+
+
+def read_meta(path: Path | str) -> dict[str, Any]:
+    """The `meta` given to the save, with its `step`; trusts the mark, hashes no data file."""
+    saved = read_manifest(path)
+    return {**saved.meta, "step": saved.step}
+
+
+def open_files(path: Path | str, manifest: Manifest) -> Files:
+    """The files of the checkpoint at `path`."""
+    if isinstance(path, Path):
+        return Files(open_storage(path.parent), path.name, manifest)
+    root, _, name = path.rstrip("/").rpartition("/")
+    return Files(open_storage(root or "."), name, manifest)
+
+
+def check_sizes(path: Path | str, *, group: dist.ProcessGroup | None = None) -> Files:
+    """Check mark, manifest, and that each file is there in its size. Collective."""
+    ranks = Ranks(group)
+    files = _open(path, ranks)
+    _check_sizes(files, ranks)
+    return files
+
+
+def _open(path: Path | str, ranks: Ranks) -> Files:
+    return open_files(path, ranks.writer_does(lambda: read_manifest(path)))
+
+
+def _loaded(path: Path | str, files: Files) -> LoadedCheckpoint:
+    saved = files.manifest
+    return LoadedCheckpoint(path, saved.step, {**saved.meta, "step": saved.step}, saved.digests)
+
+
+def _whole_ones(root: Path, ranks: Ranks) -> Iterator[tuple[Path, Files]]:
+    """Those that look whole, newest first; the others are told when their turn comes."""
     listing = ranks.writer_does(lambda: list_checkpoints(root))
     for path in listing.interrupted:
         _warn(ranks, f"skipping {path}: no commit mark, its save was interrupted")
@@ -46,100 +179,66 @@ def find_latest(root: Path, *, group: dist.ProcessGroup | None = None) -> Path |
         _warn(ranks, f"skipping {path}: {MARK} is missing or damaged; its data stays untouched")
     for path in listing.committed:
         try:
-            verify(path, group=group)
+            files = _open(path, ranks)
+            _check_sizes(files, ranks)
         except CheckpointError as error:
             _warn(ranks, f"skipping a corrupt checkpoint: {error}")
             continue
-        return path
-    return None
+        yield path, files
 
 
-def verify(path: Path, *, group: dist.ProcessGroup | None = None) -> Manifest:
-    """Check mark, manifest, and size and SHA-256 of each file; raises CheckpointError on all ranks.
-
-    The files are dealt out over the ranks of `group`, largest first. Nothing is unpickled.
-    """
-    ranks = Ranks(group)
-    saved = ranks.writer_does(lambda: read_manifest(path))
-    by_size = sorted(saved.files, key=lambda name: (-saved.files[name].num_bytes, name))
-    ranks.gather(lambda: _check_files(path, saved, by_size[ranks.rank :: ranks.num_ranks]))
-    return saved
+def _check_sizes(files: Files, ranks: Ranks) -> None:
+    dealt = range(ranks.rank, len(files.names), ranks.num_ranks)
+    gather(ranks, lambda: files.check_sizes(dealt))
 
 
-def read_meta(path: Path) -> dict[str, Any]:
-    """The `meta` given to the save, with its `step`; trusts the mark, hashes no data file."""
-    saved = read_manifest(path)
-    return {**saved.meta, "step": saved.step}
-
-
-def load_checkpoint(
-    path: Path,
-    pieces: Iterable[Piece],
-    *,
-    group: dist.ProcessGroup | None = None,
-    verified: bool = False,
-) -> None:
-    """Fill the tensors of `pieces` in place, from whatever layout was saved. Collective.
-
-    Values are converted where the piece's dtype is not the saved one (logged). Of each kind of
-    state that is asked for (`master`, `exp_avg`, ...: the key up to its first slash), the ranks
-    together must ask for every saved tensor: a model with fewer layers is another model.
-    `verified`: `path` comes from `find_latest` or `verify` just now, do not hash again.
-    Raises CheckpointError on all ranks; the pieces may then be half filled.
-    """
-    ranks = Ranks(group)
-    if not verified:
-        verify(path, group=group)
-    planner, reader = PieceLoadPlanner(pieces), FileSystemReader(path)
-    asked = reduce(or_, ranks.gather(lambda: _plan(reader, planner)))
-    _check_all_asked(path, planner.saved_keys, asked)
-    ranks.gather(lambda: _read(reader, planner))
-
-
-def _plan(reader: FileSystemReader, planner: PieceLoadPlanner) -> int:
-    """Plan this rank's reads; returns which saved keys it asks for, bit i the i-th.
-
-    Bits, since all ranks exchange them: a thousand keys are 125 bytes.
-    """
-    metadata = reader.read_metadata()
-    reader.set_up_storage_reader(metadata, is_coordinator=False)
-    planner.set_up_planner({}, metadata)
-    return sum(1 << i for i, key in enumerate(planner.saved_keys) if key in planner.asked_keys)
-
-
-def _read(reader: FileSystemReader, planner: PieceLoadPlanner) -> None:
-    reader.read_data(planner.create_local_plan(), planner).wait()
-
-
-def _check_all_asked(path: Path, saved_keys: list[str], asked: int) -> None:
-    left = [key for i, key in enumerate(saved_keys) if not asked >> i & 1]
-    kinds = {key.split("/")[0] for i, key in enumerate(saved_keys) if asked >> i & 1}
-    left = [key for key in left if key.split("/")[0] in kinds]
-    if left:
-        more = f" and {len(left) - 1} tensors more" if len(left) > 1 else ""
-        raise CheckpointError(
-            f"a checkpoint of another model: {path} also holds {left[0]!r}{more}, for which this "
-            "model has no place; use the model configuration that it was saved with"
-        )
-
-
-def _check_files(path: Path, saved: Manifest, names: list[str]) -> None:
-    for name in names:
-        expected = saved.files[name]
+def _hash(files: Files, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        files.read_headers([number])
+        blocks = files.manifest.files[files.names[number]].blocks
+        sources = [files.block(number, index) for index in range(len(blocks))]
+        window = Window(files.storage, sources, block_bytes=files.block_bytes)
         try:
-            got = hash_file(path / name)
-        except FileNotFoundError:
-            raise CheckpointError(f"{path}: {name} is missing; use another checkpoint") from None
-        if got.num_bytes != expected.num_bytes:
-            raise CheckpointError(
-                f"{path}: {name} has {got.num_bytes:,} bytes, {expected.num_bytes:,} were saved; "
-                "use another checkpoint"
-            )
-        if got.sha256 != expected.sha256:
-            raise CheckpointError(
-                f"{path}: {name} has SHA-256 {got.sha256[:12]}..., {expected.sha256[:12]}... was "
-                "saved (its bytes were changed); use another checkpoint"
-            )
+            for _ in sources:
+                window.release(window.next(_PATIENCE_S)[0])
+        finally:
+            window.close()
+
+
+def _load(
+    files: Files,
+    pieces: Sequence[Piece],
+    ranks: Ranks,
+    plans: PlanCache,
+    patience_s: float = _PATIENCE_S,
+) -> None:
+    limits = Limits(files.block_bytes, 4 * files.block_bytes)
+    plan = plans.plan(files, wants_of(pieces), ranks, limits)
+    _say_conversions(plan, pieces)
+    read_pieces(files, plan, pieces, ranks, patience_s=patience_s)
+
+
+def _say_conversions(plan: RankPlan, pieces: Sequence[Piece]) -> None:
+    saved = plan.saved_dtypes()
+    converted: Counter[tuple[torch.dtype, torch.dtype]] = Counter(
+        (dtype, pieces[piece].tensor.dtype)
+        for piece, dtype in saved.items()
+        if dtype != pieces[piece].tensor.dtype
+    )
+    for (source, target), count in converted.items():
+        logger.info("%d pieces are converted from %s to %s on loading", count, source, target)
+
+
+@contextmanager
+def _peers_named(where: str) -> Iterator[None]:
+    """A rank that dies while the load is planned closes gloo's connections under a collective."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"loading {where}: a rank is gone, or did not answer in time "
+            f"({str(error).splitlines()[0]}); look at the logs of the ranks"
+        ) from error
 
 
 def _warn(ranks: Ranks, message: str) -> None:

@@ -1,13 +1,13 @@
-"""One checkpoint as a directory, and what makes it trusted. No tensors, no processes here.
+"""One checkpoint as a folder of a storage, and what makes it trusted. No tensors, no processes.
 
-    root/step-00000100/__0_0.distcp ... .metadata   torch DCP's files
-                       manifest.json                step, meta, size and SHA-256 of each file
-                       COMMITTED                    the mark: save number, the manifest's SHA-256
+    root/step-00000100/rank-00000.safetensors ...  one a rank that writes (`layout.py`)
+                       manifest.json               step, meta, digests; sizes, hashes of the files
+                       COMMITTED                   the mark: save number, the manifest's SHA-256
 
 Invariants:
-1. A directory is never reused. Saving a step again makes `step-00000100.1`, then `.2`, ...
+1. A folder is never reused. Saving a step again makes `step-00000100.1`, then `.2`, ...
 2. The mark is written last, by one writer, after everything else is durable; the manifest just
-   before it. A directory without a valid mark is never loaded. Without a manifest too it is the
+   before it. A folder without a valid mark is never loaded. Without a manifest too it is the
    leftover of an interrupted save; with one its data may be whole, so nothing here deletes it.
 3. *Newest* means committed last (the save number in the mark), not the highest step: after a
    roll-back, or a resume from an older one, a restart must not return to the abandoned branch.
@@ -19,19 +19,21 @@ import hashlib
 import itertools
 import json
 import re
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
-from megascale.checkpoint.durable import fsync_path, write_durably
-from megascale.errors import CheckpointError
-from megascale.storage import BLOCK_BYTES
+from megascale.checkpoint.places import Location, Root, locate, name_of, opened, storage_of
+from megascale.errors import CheckpointError, StorageError
+from megascale.storage import BLOCK_BYTES, Storage
 
 MARK = "COMMITTED"
 MANIFEST = "manifest.json"
 _FORMAT = 2
+_NUM_ASKING = 8
+Place = TypeVar("Place", bound=Location)
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
@@ -105,28 +107,12 @@ def _other_format(found: object) -> str:
     )
 
 
-class Listing(NamedTuple):
-    """The checkpoint directories of a folder.
-
-    committed    with a readable mark, newest first
-    interrupted  neither mark nor manifest: leftovers, in name order
-    damaged      the mark does not read, or is gone while the manifest is there; in name order
-    """
-
-    committed: list[Path]
-    interrupted: list[Path]
-    damaged: list[Path]
-
-
-HASHED_BYTES = BLOCK_BYTES
-
-
 def hash_file(
     path: Path, moved: Callable[[], None] = lambda: None, *, header_bytes: int = 0
 ) -> SavedFile:
     """`moved`: called for each block that was read."""
     blocks = []
-    block = bytearray(HASHED_BYTES)
+    block = bytearray(BLOCK_BYTES)
     with path.open("rb", buffering=0) as file:
         header = hashlib.sha256(file.read(header_bytes)).hexdigest()
         while num_bytes := file.readinto(block):
@@ -135,103 +121,153 @@ def hash_file(
         return SavedFile(file.tell(), header_bytes, header, tuple(blocks))
 
 
-def claim(root: Path, step: int) -> Path:
-    """Make the directory of a new save of `step`; of two that claim at once, each gets its own."""
-    root.mkdir(parents=True, exist_ok=True)
+class Listing(NamedTuple, Generic[Place]):
+    """The checkpoints of a root.
+
+    committed    with a readable mark, newest first
+    interrupted  neither mark nor manifest: leftovers, in name order
+    damaged      the mark does not read, or is gone while the manifest is there; in name order
+    """
+
+    committed: list[Place]
+    interrupted: list[Place]
+    damaged: list[Place]
+
+
+class Mark(NamedTuple):
+    """number           of the save, counted over all saves of a root
+    manifest_sha256  hex
+    """
+
+    number: int
+    manifest_sha256: str
+
+
+def file_name(rank: int) -> str:
+    """Of what `rank` of the saving group writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def claim(storage: Storage, step: int) -> str:
+    """Make the folder of a new save of `step`; of two that claim at once, each gets its own."""
     for attempt in itertools.count():
-        directory = root / (f"step-{step:08d}" + (f".{attempt}" if attempt else ""))
-        try:
-            directory.mkdir()
-        except FileExistsError:
-            continue
-        fsync_path(root)
-        return directory
+        folder = f"step-{step:08d}" + (f".{attempt}" if attempt else "")
+        if storage.claim(folder):
+            return folder
     raise AssertionError("unreachable: count() does not end")
 
 
-def commit(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest, then the mark. The files must be durable; their names become so here."""
-    unlisted = {path.name for path in directory.iterdir()} - set(manifest.files)
+def commit(storage: Storage, folder: str, manifest: Manifest) -> None:
+    """Write the manifest, then the mark: one writer, once all files are durable."""
+    unlisted = set(storage.names(folder)) - set(manifest.files)
     assert not unlisted, f"files that the manifest does not vouch for: {sorted(unlisted)}"
-    for name, saved in manifest.files.items():
-        path = directory / name
-        if not path.is_file() or path.stat().st_size != saved.num_bytes:
+    for name, num_bytes in _sizes(storage, folder, list(manifest.files)):
+        if num_bytes != manifest.files[name].num_bytes:
             raise CheckpointError(
-                f"{path} is not what its rank wrote, seen from the writer; a checkpoint folder "
+                f"{storage.url}: {folder}/{name} is not what its rank wrote, seen from the writer "
+                f"({num_bytes} bytes, {manifest.files[name].num_bytes} were written); checkpoints "
                 "must lie on storage that all nodes share"
             )
     data = manifest.encode()
-    write_durably(directory / MANIFEST, data)
-    committed = list_checkpoints(directory.parent).committed
-    number = 1 + max((_read_mark(path)[0] for path in committed), default=0)
-    mark = {"number": number, "manifest_sha256": hashlib.sha256(data).hexdigest()}
-    write_durably(directory / MARK, json.dumps(mark).encode())
+    storage.put(f"{folder}/{MANIFEST}", data)
+    number = 1 + max((mark.number for mark in _marks(storage).values() if mark), default=0)
+    mark = Mark(number, hashlib.sha256(data).hexdigest())
+    storage.put(f"{folder}/{MARK}", json.dumps(mark._asdict()).encode())
 
 
-def discard(directory: Path) -> None:
+def discard(storage: Storage, folder: str) -> None:
     """Delete a checkpoint; mark and manifest go first, so that a kill leaves a leftover."""
-    for name in (MARK, MANIFEST):
-        (directory / name).unlink(missing_ok=True)
-        fsync_path(directory)
-    shutil.rmtree(directory)
+    for name in (MARK, MANIFEST, ""):
+        storage.remove(f"{folder}/{name}" if name else folder)
 
 
-def name_order(directory: Path) -> tuple[int, int]:
-    """(step, attempt) of a checkpoint directory's name."""
-    match = _NAME.fullmatch(directory.name)
-    assert match, f"not a checkpoint directory: {directory}"
+def name_order(checkpoint: Location) -> tuple[int, int]:
+    """(step, attempt) of a checkpoint's name."""
+    match = _NAME.fullmatch(name_of(checkpoint))
+    assert match, f"not a checkpoint: {checkpoint}"
     return int(match[1]), int(match[2] or 0)
 
 
-def list_checkpoints(root: Path) -> Listing:
+@overload
+def list_checkpoints(root: Path) -> Listing[Path]: ...
+@overload
+def list_checkpoints(root: Root) -> Listing[Location]: ...
+def list_checkpoints(root: Root) -> Listing[Any]:
     """What lies in `root`. No file is hashed."""
-    if not root.is_dir():
-        return Listing([], [], [])
-    numbered: list[tuple[int, tuple[int, int], Path]] = []
-    interrupted: list[Path] = []
-    damaged: list[Path] = []
-    for path in root.iterdir():
-        if not (_NAME.fullmatch(path.name) and path.is_dir()):
-            continue
-        try:
-            numbered.append((_read_mark(path)[0], name_order(path), path))
-        except CheckpointError:
-            kind = damaged if (path / MARK).exists() or (path / MANIFEST).exists() else interrupted
-            kind.append(path)
-    committed = [path for _, _, path in sorted(numbered, reverse=True)]
-    return Listing(committed, sorted(interrupted, key=name_order), sorted(damaged, key=name_order))
+    listing: Listing[Any] = Listing([], [], [])
+    numbered: list[tuple[int, tuple[int, int], Location]] = []
+    storage = storage_of(root)
+    for folder, mark in _marks(storage).items():
+        place = locate(root, folder)
+        if mark:
+            numbered.append((mark.number, name_order(folder), place))
+        elif {MARK, MANIFEST}.intersection(storage.names(folder)):
+            listing.damaged.append(place)
+        elif storage.size(folder) is None:  # no file of that name
+            listing.interrupted.append(place)
+    listing.committed.extend(place for _, _, place in sorted(numbered, reverse=True))
+    listing.interrupted.sort(key=name_order)
+    listing.damaged.sort(key=name_order)
+    return listing
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(checkpoint: Location) -> Manifest:
     """The manifest, if the mark is there and vouches for it."""
-    if not directory.is_dir():
-        raise CheckpointError(f"no checkpoint at {directory}: there is no such directory")
-    _, expected = _read_mark(directory)
-    try:
-        data = (directory / MANIFEST).read_bytes()
-    except FileNotFoundError:
-        raise CheckpointError(f"{directory}: {MANIFEST} is missing; use another one") from None
-    if hashlib.sha256(data).hexdigest() != expected:
+    storage, folder = opened(checkpoint)
+    names = storage.names(folder)
+    if not names and folder not in storage.names():
+        raise CheckpointError(f"no checkpoint at {checkpoint}: there is no such directory")
+    mark = read_mark(storage, folder)
+    if MANIFEST not in names:
+        raise CheckpointError(f"{checkpoint}: {MANIFEST} is missing; use another one")
+    data = storage.get(f"{folder}/{MANIFEST}")
+    if hashlib.sha256(data).hexdigest() != mark.manifest_sha256:
         raise CheckpointError(
-            f"{directory}: {MANIFEST} was changed after the save; use another one"
+            f"{checkpoint}: {MANIFEST} was changed after the save; use another one"
         )
-    return Manifest.decode(data)
-
-
-def _read_mark(directory: Path) -> tuple[int, str]:
-    """(save number, SHA-256 of the manifest)."""
     try:
-        mark = json.loads((directory / MARK).read_bytes())
-        return int(mark["number"]), str(mark["manifest_sha256"])
-    except FileNotFoundError:
+        return Manifest.decode(data)
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint}: {error}") from None
+
+
+def read_mark(storage: Storage, folder: str) -> Mark:
+    """The mark of a committed checkpoint."""
+    where = locate(storage, folder)
+    names = storage.names(folder)
+    if MARK not in names:
         why = (
             f"{MARK} is missing though {MANIFEST} is there; put it back from a copy, or"
-            if (directory / MANIFEST).exists()
+            if MANIFEST in names
             else "its save was interrupted;"
         )
-        raise CheckpointError(f"{directory} has no commit mark: {why} use another one") from None
+        raise CheckpointError(f"{where} has no commit mark: {why} use another one")
+    try:
+        mark = json.loads(storage.get(f"{folder}/{MARK}"))
+        return Mark(int(mark["number"]), str(mark["manifest_sha256"]))
     except (ValueError, KeyError, TypeError):
         raise CheckpointError(
-            f"{directory}: the commit mark {MARK} is damaged; put it back from a copy, or use "
+            f"{where}: the commit mark {MARK} is damaged; put it back from a copy, or use "
             "another one"
         ) from None
+
+
+def _marks(storage: Storage) -> dict[str, Mark | None]:
+    """Of all that has a checkpoint's name; None where no mark reads. A storage that is gone, or
+    refuses, is an error here, and not a checkpoint that is damaged."""
+    marks: dict[str, Mark | None] = {}
+    for folder in filter(_NAME.fullmatch, storage.names()):
+        try:
+            marks[folder] = read_mark(storage, folder)
+        except StorageError:
+            raise
+        except CheckpointError:
+            marks[folder] = None
+    return marks
+
+
+def _sizes(storage: Storage, folder: str, names: list[str]) -> Iterable[tuple[str, int | None]]:
+    """Asked for several at a time: an object store takes tens of milliseconds for each."""
+    with ThreadPoolExecutor(_NUM_ASKING) as pool:
+        sizes = pool.map(lambda name: storage.size(f"{folder}/{name}"), names)
+        return list(zip(names, sizes, strict=True))

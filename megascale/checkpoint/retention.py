@@ -8,17 +8,35 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, overload
 
 from megascale.checkpoint.load import verify
 from megascale.checkpoint.manifest import discard, list_checkpoints, name_order
+from megascale.checkpoint.places import Location, Root, is_same, opened
 from megascale.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 
+@overload
 def apply_retention(
     root: Path, keep_latest_k: int, *, protect: Iterable[Path] = (), known_good: Path | None = None
-) -> list[Path]:
+) -> list[Path]: ...
+@overload
+def apply_retention(
+    root: Root,
+    keep_latest_k: int,
+    *,
+    protect: Iterable[Location] = (),
+    known_good: Location | None = None,
+) -> list[Location]: ...
+def apply_retention(
+    root: Root,
+    keep_latest_k: int,
+    *,
+    protect: Iterable[Location] = (),
+    known_good: Location | None = None,
+) -> list[Any]:
     """Delete what is no longer needed; returns what was deleted. For one process, between saves.
 
     Kept: the `keep_latest_k` committed last; what is in `protect` (the one loaded from); if none of
@@ -31,11 +49,11 @@ def apply_retention(
     committed, interrupted, _ = list_checkpoints(root)
     if not committed:
         return []
-    protected = {path.resolve() for path in protect}
+    protected = list(protect)
     kept = [
         path
         for position, path in enumerate(committed)
-        if position < keep_latest_k or path.resolve() in protected
+        if position < keep_latest_k or any(is_same(path, other) for other in protected)
     ]
     doomed = [path for path in committed if path not in kept]
     if doomed and not any(_is_good(path, known_good) for path in kept):
@@ -46,8 +64,8 @@ def apply_retention(
     return [path for path in doomed if _delete(path)]
 
 
-def _is_good(path: Path, known_good: Path | None) -> bool:
-    if known_good is not None and path.resolve() == known_good.resolve():
+def _is_good(path: Location, known_good: Location | None) -> bool:
+    if known_good is not None and is_same(path, known_good):
         return True
     try:
         verify(path)
@@ -57,10 +75,10 @@ def _is_good(path: Path, known_good: Path | None) -> bool:
     return True
 
 
-def _delete(path: Path) -> bool:
+def _delete(path: Location) -> bool:
     try:
-        discard(path)
-    except OSError as error:
+        discard(*opened(path))
+    except (OSError, CheckpointError) as error:
         logger.warning("could not delete %s: %s", path, error)
         return False
     logger.debug("deleted %s", path)  # with every save: who calls says it once

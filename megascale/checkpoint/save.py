@@ -1,57 +1,45 @@
-"""Saving in two stages (MegaScale 4.4): take a snapshot, then write and commit it.
+"""Writing and committing a checkpoint: each rank a file, then one writer the mark (MegaScale 4.4).
 
-Stage 1 (`take_snapshot`) says what is saved; stage 2 (`write_snapshot`) checks the space, claims a
-directory, writes torch DCP files, hashes them and commits. `save_checkpoint` runs both at once over
-the live tensors; stage 2 needs nothing but the snapshot and a group that nobody else uses
-meanwhile, so it can also run behind training over a copy.
+`save_checkpoint` writes live tensors and returns when the checkpoint is committed; `behind.py` does
+the same from host memory, behind training. `commit_together` is what both do, whoever moves the
+bytes.
 
-Invariant: the mark is written only after every rank's files are durable, hashed, and seen by the
-writer. When a save fails, all ranks raise, its directory is removed (a killed one stays behind
+Invariant: the mark is written only after every rank's file is durable, hashed on its way, and seen
+by the writer. When a save fails, all ranks raise, its folder is removed (a killed one stays behind
 unmarked), and nothing else is touched.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 import json
-import shutil
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
+import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from megascale.checkpoint import manifest
-from megascale.checkpoint.agree import Ranks, enclosed, explain, summarize
+from megascale.checkpoint.agree import Ranks
+from megascale.checkpoint.digest import Digests, added, as_hex
+from megascale.checkpoint.layout import Entry, encode_header
 from megascale.checkpoint.manifest import Manifest, SavedFile
 from megascale.checkpoint.pieces import Piece
-from megascale.checkpoint.planner import PieceSavePlanner
+from megascale.checkpoint.places import Location, Root, locate, storage_of
+from megascale.checkpoint.stream import stream_blocks
+from megascale.checkpoint.tiling import Tiling, arrange
 from megascale.errors import CheckpointError
+from megascale.storage import Storage
 
-# A chunk's zip header and its entry in `.metadata` took 1.5 KiB with torch 2.13.
-_OVERHEAD_BYTES_PER_PIECE = 2048
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What this rank contributes to the checkpoint of `step`; `meta` counts on the writer only."""
-
-    step: int
-    pieces: tuple[Piece, ...]
-    meta: dict[str, Any]
-
-    @property
-    def num_bytes(self) -> int:
-        """An upper estimate of what its files take."""
-        return sum(piece.num_bytes + _OVERHEAD_BYTES_PER_PIECE for piece in self.pieces)
+# Of this process's saves: ranks compare it before they trust it, so one is enough for all groups.
+_TILING = Tiling()
 
 
+@overload
 def save_checkpoint(
     root: Path,
     step: int,
@@ -59,110 +47,153 @@ def save_checkpoint(
     meta: dict[str, Any],
     *,
     group: dist.ProcessGroup | None = None,
+    digests: Digests | None = None,
     moved: Callable[[], None] = lambda: None,
-) -> Path:
-    """Save and commit; returns the directory on every rank of `group` (None: a single process).
+) -> Path: ...
+@overload
+def save_checkpoint(
+    root: Root,
+    step: int,
+    pieces: Iterable[Piece],
+    meta: dict[str, Any],
+    *,
+    group: dist.ProcessGroup | None = None,
+    digests: Digests | None = None,
+    moved: Callable[[], None] = lambda: None,
+) -> Location: ...
+def save_checkpoint(
+    root: Root,
+    step: int,
+    pieces: Iterable[Piece],
+    meta: dict[str, Any],
+    *,
+    group: dist.ProcessGroup | None = None,
+    digests: Digests | None = None,
+    moved: Callable[[], None] = lambda: None,
+) -> Location:
+    """Save and commit; returns the checkpoint on every rank of `group` (None: a single process).
 
     Each rank passes the pieces that it writes; all together tile each key exactly once. Rank 0 of
     `group` is the only one that commits. `meta` is JSON. Raises CheckpointError on all ranks.
-    `moved` is called whenever this rank has a tensor or a block more behind it, from any thread.
+    `digests`: of this rank's pieces. `moved` is called whenever this rank has a block more behind
+    it, from any thread. Host memory: a few blocks.
     """
-    return write_snapshot(root, take_snapshot(step, pieces, meta), group=group, moved=moved)
-
-
-def take_snapshot(step: int, pieces: Iterable[Piece], meta: dict[str, Any]) -> Snapshot:
-    """Stage 1: nothing is copied, so the tensors must not change until stage 2 has ended."""
     json.dumps(meta)  # what cannot be written is refused here, where the caller's stack shows it
-    return Snapshot(step, tuple(pieces), meta)
-
-
-def write_snapshot(
-    root: Path,
-    snapshot: Snapshot,
-    *,
-    group: dist.ProcessGroup | None = None,
-    moved: Callable[[], None] = lambda: None,
-) -> Path:
-    """Stage 2: write, hash and commit. Collective over `group`."""
     moved()  # from here on this save tells
-    ranks = Ranks(group)
-    num_bytes = sum(ranks.gather(lambda: snapshot.num_bytes))
-    directory = ranks.writer_does(lambda: _claim_with_space(root, snapshot.step, num_bytes))
-    try:
-        _write_files(directory, snapshot.pieces, ranks, moved)
-        files = _merge(ranks.gather(lambda: _hash_own_files(directory, ranks, moved)))
-        ranks.writer_does(
-            lambda: manifest.commit(directory, Manifest(snapshot.step, snapshot.meta, files))
+    storage, ranks = storage_of(root), Ranks(group)
+    ordered, entries = arrange(pieces)
+    state = State(step, meta, tuple(entries), lambda: digests or {})
+
+    def write(name: str, header: bytes) -> SavedFile:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # the streams that make the tensors are not known here
+        hashes: list[str] = []
+        blocks = stream_blocks([piece.tensor for piece in ordered], hashes)
+        parts = itertools.chain([memoryview(header)], blocks)
+        storage.write(name, parts, lambda _: moved())
+        return SavedFile(
+            len(header) + entries[-1].stop,
+            len(header),
+            hashlib.sha256(header).hexdigest(),
+            tuple(hashes),
         )
+
+    return locate(root, commit_together(storage, state, ranks, _TILING, write))
+
+
+@dataclass(frozen=True)
+class State:
+    """What this rank contributes to the checkpoint of `step`.
+
+    meta     counts on the writer only
+    entries  of its file, in order
+    digests  asked for once the values are there: they may be on their way
+    """
+
+    step: int
+    meta: dict[str, Any]
+    entries: tuple[Entry, ...]
+    digests: Callable[[], Digests]
+
+
+def commit_together(
+    storage: Storage,
+    state: State,
+    ranks: Ranks,
+    tiling: Tiling,
+    write: Callable[[str, bytes], SavedFile],
+    *,
+    fence: Callable[[], None] = lambda: None,
+) -> str:
+    """Agree, claim a folder, have each rank `write(name, header)` its file, commit after
+    `fence`. Collective; returns the folder on all ranks, or raises CheckpointError on all."""
+    tiling.agree(state.entries, ranks)
+    headers: list[bytes] = []  # of this rank
+    num_bytes = sum(ranks.gather(lambda: _make_header(state.entries, headers)))
+    folder = ranks.writer_does(lambda: _claim_with_space(storage, state.step, num_bytes))
+    try:
+        parts = ranks.gather_at_writer(lambda: _write_own(state, headers[0], folder, ranks, write))
+        ranks.writer_does(lambda: _commit(storage, folder, state, parts, fence))
     except CheckpointError:  # raised on all ranks alike, after each has ended its writing
         if ranks.is_writer:
-            with contextlib.suppress(OSError):  # what cannot be removed is left without a mark
-                manifest.discard(directory)
+            # What cannot be removed is left without a mark.
+            with contextlib.suppress(OSError, CheckpointError):
+                manifest.discard(storage, folder)
         raise
-    return directory
+    return folder
 
 
-def _claim_with_space(root: Path, step: int, num_bytes: int) -> Path:
-    root.mkdir(parents=True, exist_ok=True)
-    free_bytes = shutil.disk_usage(root).free
-    if num_bytes > free_bytes:
+_Part = tuple[dict[str, SavedFile], Digests]
+
+
+def _write_own(
+    state: State,
+    header: bytes,
+    folder: str,
+    ranks: Ranks,
+    write: Callable[[str, bytes], SavedFile],
+) -> _Part:
+    """The file of this rank, if it has values."""
+    if not state.entries:
+        return {}, state.digests()
+    name = manifest.file_name(ranks.rank)
+    return {name: write(f"{folder}/{name}", header)}, state.digests()
+
+
+def _commit(
+    storage: Storage,
+    folder: str,
+    state: State,
+    parts: Sequence[_Part],
+    fence: Callable[[], None],
+) -> None:
+    files = {name: saved for own, _ in parts for name, saved in own.items()}
+    digests = as_hex(added(own for _, own in parts))
+    fence()
+    manifest.commit(storage, folder, Manifest(state.step, state.meta, files, digests))
+
+
+def _make_header(entries: tuple[Entry, ...], headers: list[bytes]) -> int:
+    """Appends it; returns the bytes of the whole file."""
+    if not entries:
+        headers.append(b"")
+        return 0
+    try:
+        headers.append(encode_header(entries))
+    except KeyError as error:
         raise CheckpointError(
-            f"the checkpoint of step {step} needs about {num_bytes:,} bytes, {root} has "
+            f"a tensor of {error} cannot be saved; use float64, float32, bfloat16, float16, int64, "
+            "int32 or uint8"
+        ) from None
+    return len(headers[0]) + entries[-1].stop
+
+
+def _claim_with_space(storage: Storage, step: int, num_bytes: int) -> str:
+    free_bytes = storage.free_bytes()
+    if free_bytes is not None and num_bytes > free_bytes:
+        raise CheckpointError(
+            f"the checkpoint of step {step} needs {num_bytes:,} bytes, {storage.url} has "
             f"{free_bytes:,} free; free space or lower checkpoint.keep_latest_k. Nothing was "
             "written, older checkpoints are untouched, training can go on"
         )
-    return manifest.claim(root, step)
-
-
-class _Writer(FileSystemWriter):
-    """torch's writer, whose error names the full disk.
-
-    torch.save hides it behind a RuntimeError of its own, and what stands behind an error is lost
-    on the way to the other ranks. What follows the writing of the own data is a wait for theirs,
-    until `waiting` is left.
-    """
-
-    def __init__(self, directory: Path, waiting: contextlib.ExitStack) -> None:
-        super().__init__(directory, overwrite=False)
-        self._waiting = waiting
-
-    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
-        try:
-            written = super().write_data(plan, planner)
-        except (OSError, RuntimeError) as error:
-            raise CheckpointError(explain(error)) from error
-        self._waiting.enter_context(enclosed())
-        return written
-
-
-def _write_files(
-    directory: Path, pieces: tuple[Piece, ...], ranks: Ranks, moved: Callable[[], None]
-) -> None:
-    try:
-        with warnings.catch_warnings(), contextlib.ExitStack() as waiting:
-            # One process without a group is what we ask for, not an oversight.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(
-                {},
-                storage_writer=_Writer(directory, waiting),
-                planner=PieceSavePlanner(pieces, moved),
-                process_group=ranks.group,
-                no_dist=ranks.group is None,
-            )
-    except CheckpointException as failed:
-        failures = {rank: explain(error) for rank, (error, _) in failed.failures.items()}
-        raise CheckpointError(summarize(failures, ranks.num_ranks)) from failed
-
-
-def _hash_own_files(
-    directory: Path, ranks: Ranks, moved: Callable[[], None]
-) -> dict[str, SavedFile]:
-    """Read back what this rank wrote (DCP's `__<rank>_*`); the writer takes all other files."""
-    names = [path.name for path in directory.glob(f"__{ranks.rank}_*")]
-    if ranks.is_writer:
-        names += [path.name for path in directory.iterdir() if not path.name.startswith("__")]
-    return {name: manifest.hash_file(directory / name, moved) for name in names}
-
-
-def _merge(parts: list[dict[str, SavedFile]]) -> dict[str, SavedFile]:
-    return {name: saved for part in parts for name, saved in sorted(part.items())}
+    return manifest.claim(storage, step)

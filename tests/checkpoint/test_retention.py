@@ -19,7 +19,7 @@ def _save(root: Path, *steps: int) -> list[Path]:
 
 
 def _corrupt(path: Path) -> None:
-    (path / "__0_0.distcp").write_bytes(b"")
+    (path / "rank-00000.safetensors").write_bytes(b"")
 
 
 def _names(root: Path) -> list[str]:
@@ -69,7 +69,7 @@ def test_leftovers_older_than_the_newest_committed_go(tmp_path: Path) -> None:
     _save(tmp_path, 10, 20, 30)
     for name in ("step-00000015", "step-00000030.1", "step-00000040"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "__0_0.distcp").write_bytes(b"half")
+        (tmp_path / name / "rank-00000.safetensors").write_bytes(b"half")
     apply_retention(tmp_path, 3)
     assert _names(tmp_path) == ["10", "20.1", "30", "30.1", "40"]
 

@@ -77,7 +77,7 @@ class StuckSave:
             marker.write_text(str(time.monotonic_ns()))
             time.sleep(3600)
 
-        vars(save)["_Writer"].write_data = hang
+        vars(save)["_write_own"] = hang
 
 
 class _Planted(Hook):
