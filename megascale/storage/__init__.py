@@ -12,8 +12,22 @@ through fsspec. Both keep one contract (`interface.py`, tests/storage/contract.p
 
 from __future__ import annotations
 
+from megascale.storage.blocks import check_file, page_aligned, read_block
 from megascale.storage.interface import BLOCK_BYTES, FileJob, Storage, Written
 from megascale.storage.local import LocalFolder
-from megascale.storage.opening import open_storage
+from megascale.storage.opening import is_url, open_storage
+from megascale.storage.writer import FileWriter
 
-__all__ = ["BLOCK_BYTES", "FileJob", "LocalFolder", "Storage", "Written", "open_storage"]
+__all__ = [
+    "BLOCK_BYTES",
+    "FileJob",
+    "FileWriter",
+    "LocalFolder",
+    "Storage",
+    "Written",
+    "check_file",
+    "is_url",
+    "open_storage",
+    "page_aligned",
+    "read_block",
+]
