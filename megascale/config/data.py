@@ -49,6 +49,11 @@ class DataConfig(Section):
     mask_end_of_document: bool = Field(
         False, description="no loss on predicting the token after a document's end"
     )
+    document_mask: bool = Field(
+        False,
+        description="tokens attend to their own document alone, positions start with it, and the "
+        "first token of the next one has no loss; packing concat",
+    )
     prefetch: int = Field(2, ge=0, description="global batches read ahead")
 
     @model_validator(mode="after")
@@ -68,6 +73,20 @@ class DataConfig(Section):
                     "once, with the sum of the weights"
                 )
             seen[place] = part.path
+        return self
+
+    @model_validator(mode="after")
+    def _documents_share_samples(self) -> DataConfig:
+        if self.document_mask and self.synthetic:
+            raise ValueError(
+                "data.document_mask is true with data.synthetic: random tokens are of no document; "
+                "set one of them to false"
+            )
+        if self.document_mask and self.packing != "concat":
+            raise ValueError(
+                f"data.document_mask is true with data.packing {self.packing!r}, where a sample is "
+                "one document already; legal with the mask: 'concat': set it, or leave the mask out"
+            )
         return self
 
     @property

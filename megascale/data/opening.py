@@ -19,7 +19,14 @@ def open_dataset(config: RunConfig, split: Split, folder: str | None = None) -> 
         seed = training.seed + (split == "valid")
         return SyntheticDataset(config.model.vocab, training.seq_len, seed)
     folder = data.path if folder is None else folder
-    return PackedDataset(folder, split, training.seq_len, data.packing, data.mask_end_of_document)
+    return PackedDataset(
+        folder,
+        split,
+        training.seq_len,
+        data.packing,
+        data.mask_end_of_document,
+        data.document_mask,
+    )
 
 
 def open_order(config: RunConfig, split: Split) -> SampleOrder:

@@ -83,6 +83,7 @@ def checkpoint_meta(
         "seq_len": config.training.seq_len,
         "packing": config.data.packing,
         "mask_end_of_document": config.data.mask_end_of_document,
+        "document_mask": config.data.document_mask,
         "data": data,
         "dtype": config.training.dtype,
     }
@@ -126,8 +127,9 @@ def check_same_samples(
         ("data.packing", meta["packing"], config.data.packing),
     ]
     # a checkpoint may be older than a key: what it does not say cannot be held against it
-    mask = config.data.mask_end_of_document
-    pairs.append(("data.mask_end_of_document", meta.get("mask_end_of_document", mask), mask))
+    for key in ("mask_end_of_document", "document_mask"):
+        mask = getattr(config.data, key)
+        pairs.append((f"data.{key}", meta.get(key, mask), mask))
     theirs = data | (meta["data"] or {})
     pairs += [(f"data of {name}", _short(theirs[name]), _short(data[name])) for name in data]
     for key, saved, wanted in pairs:

@@ -33,16 +33,16 @@ def _write(folder: Path, kind: str, tokenizer: str) -> None:
     prepare([str(source)], tokenizer, folder / kind, workers=1, validation_fraction=0.2)
 
 
+def write_parts(folder: Path) -> None:
+    """Two data sets of one tokenizer, and one of another."""
+    _write(folder, "prose", "train:BPE:280")
+    _write(folder, "code", str(folder / "prose"))
+    _write(folder, "other", "train:BPE:300")
+
+
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two data sets of one tokenizer, and one of another."""
-
-    def make(folder: Path) -> None:
-        _write(folder, "prose", "train:BPE:280")
-        _write(folder, "code", str(folder / "prose"))
-        _write(folder, "other", "train:BPE:300")
-
-    return shared_folder(tmp_path_factory, "mixture-parts", make)
+    return shared_folder(tmp_path_factory, "mixture-parts", write_parts)
 
 
 def mixture_of(*parts: tuple[Path, float], more: tuple[str, ...] = ()) -> RunConfig:
@@ -169,6 +169,18 @@ def test_a_weight_that_is_no_share_is_refused(weight: str) -> None:
         load_config(None, [f'data.mixture=[{{path="a", weight={weight}}}]'])
     with pytest.raises(ConfigError, match=r"data\.mixture\.1\.weight: got true, legal: a number"):
         load_config(None, ['data.mixture=[{path="a", weight=1}, {path="b", weight=true}]'])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["data.packing=pad"], "document_mask is true with data.packing 'pad', where a sample is"),
+        (["data.synthetic=true", "data.mixture=[]"], "is true with data.synthetic: random tokens"),
+    ],
+)
+def test_a_document_mask_without_documents_is_refused(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, ['data.path="a"', "data.document_mask=true", *settings])
 
 
 @pytest.mark.parametrize(

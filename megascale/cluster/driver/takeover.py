@@ -23,6 +23,7 @@ _ABSENT = "not set"
 # the driver's, which reads its own once.
 _FIXED = (
     "cluster.",
+    "data.document_mask",
     "data.mask_end_of_document",
     "data.mixture",
     "data.packing",
