@@ -130,7 +130,7 @@ def _sorted_out(task: Task, recipe: Recipe) -> tuple[list[Kept], list[Skipped], 
             kept.append(document)
         else:
             skipped.append(Skipped(Kind.EMPTY, ""))
-    return kept, skipped, ends_added
+    return kept, skipped, int(ends_added)
 
 
 def _fitting(document: TokenDocument, tokenizer: TextTokenizer) -> NDArray[np.int32]:

@@ -148,7 +148,9 @@ class SourceFile:
         with _told_if_gone(self.path), open(self.path, "rb") as file:
             self._require_unchanged(fstat(file.fileno()))
             yield file
-            self._require_unchanged(fstat(file.fileno()))
+            # Arrow closes what it reads from
+            now = self.path.stat() if file.closed else fstat(file.fileno())
+            self._require_unchanged(now)
 
     def _require_unchanged(self, now: stat_result) -> None:
         if _identity(now) != (self.num_bytes, self.changed_ns):

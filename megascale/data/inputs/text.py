@@ -114,13 +114,12 @@ def _json_text(line: bytes, where: str, text_key: str) -> Iterator[Document]:
 
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-# what the decompressors raise for a file that is cut short or changed
-_BROKEN = (EOFError, gzip.BadGzipFile, zlib.error)
 
 
 @dataclass
 class CompressedJson:
-    """A `.jsonl.gz` or `.jsonl.zst`. What follows a broken place is skipped."""
+    """A `.jsonl.gz` or `.jsonl.zst`. One that is cut short is kept up to there; one that changed
+    inside is refused: its checksum comes at the end."""
 
     file: SourceFile
     text_key: str
@@ -139,11 +138,19 @@ class CompressedJson:
                 where = f"{self.file.path} at line {number}"
                 try:
                     line = lines.readline()
-                except (*_BROKEN, OSError) as error:
-                    if isinstance(error, OSError) and error.errno is not None:
-                        raise  # the storage, not the file
+                except EOFError as error:
                     yield Skipped(Kind.FILE_END, f"{where}: {error}")
                     break
+                except (gzip.BadGzipFile, zlib.error, OSError) as error:
+                    if isinstance(error, OSError) and error.errno is not None:
+                        raise  # the storage, not the file
+                    if "Truncated" in str(error):  # Arrow's word; it has no class for it
+                        yield Skipped(Kind.FILE_END, f"{where}: {error}")
+                        break
+                    raise DataError(
+                        f"{where}: the file is damaged ({error}), and nothing tells how much of "
+                        "its text is right; copy it again, or leave it out"
+                    ) from None
                 if not line:
                     break
                 self.done_bytes = min(raw.tell(), self.num_bytes)
