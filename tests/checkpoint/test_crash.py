@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import pickle
 import sys
@@ -15,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from megascale.checkpoint import find_latest, load_checkpoint, save_checkpoint, verify
+from megascale.checkpoint.load import load_newest
 from megascale.errors import CheckpointError
-from tests.checkpoint.layouts import reference, rows, whole
+from tests.checkpoint.layouts import empty, reference, rows, whole
 from tests.distributed import run_ranks
 
 KILLED = 9
@@ -34,13 +37,17 @@ def _loaded_step(path: Path) -> float:
     return tensor[0].item()
 
 
+# A listing is for reading; what is done by a descriptor (writes, syncs) is met by `kills/`.
+_TOUCHES = ("open", "os.mkdir", "os.rename", "os.remove", "os.listdir")
+
+
 def _die_before_file_operation(number: int, root: Path) -> None:
     """Kill this process where it is about to touch the file system under `root` the n-th time."""
     touched = 0
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         nonlocal touched
-        if event in ("open", "os.mkdir", "os.rename", "os.remove") and str(root) in str(args[0]):
+        if event in _TOUCHES and str(root) in str(args[0]):
             touched += 1
             if touched == number:
                 os._exit(KILLED)
@@ -73,9 +80,9 @@ def _kill_a_save_everywhere(rank: int, world_size: int, folder: str) -> list[tup
 @pytest.mark.full
 def test_killed_before_any_file_operation_the_older_checkpoint_is_found(tmp_path: Path) -> None:
     *killed, ended = run_ranks(_kill_a_save_everywhere, 1, str(tmp_path))[0]
-    # mkdir, data, metadata, hashes, manifest, mark, and their syncs: at the very end only the
-    # folder's sync is left, the mark is in place and the new checkpoint counts.
-    assert len(killed) > 15
+    # mkdir, data, listings, manifest, mark, and the syncs of folders: at the very end only the last
+    # of those is left, the mark is in place and the new checkpoint counts.
+    assert len(killed) > 12
     assert set(killed[:-1]) == {("step-00000001", 1.0)}
     assert killed[-1] == ended == ("step-00000002", 2.0)
 
@@ -97,10 +104,24 @@ def test_a_rank_that_dies_while_others_write_leaves_no_mark(
     assert "step-00000002: no commit mark, its save was interrupted" in caplog.text
 
 
-def _flip_a_byte(path: Path) -> None:
+def _flip_a_byte(path: Path, at: int | None = None) -> None:
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    data[len(data) // 2 if at is None else at] ^= 1
     path.write_bytes(data)
+
+
+DATA = "rank-00000.safetensors"
+
+
+def _rewrite_format(path: Path, wanted: int) -> None:
+    """What a megascale of another format would have committed."""
+    manifest = (
+        (path / "manifest.json").read_bytes().replace(b'"format": 2', b'"format": %d' % wanted)
+    )
+    (path / "manifest.json").write_bytes(manifest)
+    mark = json.loads((path / "COMMITTED").read_bytes())
+    mark["manifest_sha256"] = hashlib.sha256(manifest).hexdigest()
+    (path / "COMMITTED").write_text(json.dumps(mark))
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -111,14 +132,21 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "manifest missing": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
     "manifest changed": (lambda p: _flip_a_byte(p / "manifest.json"), "manifest.json was changed"),
-    "data truncated": (
-        lambda p: os.truncate(p / "__0_0.distcp", 900),
-        "__0_0.distcp has 900 bytes",
+    "data truncated": (lambda p: os.truncate(p / DATA, 900), f"{DATA} has 900 bytes"),
+    "data flipped": (
+        lambda p: _flip_a_byte(p / DATA, -1),
+        rf"{DATA}: bytes 4,096 to 5,296 have SHA-256",
     ),
-    "data flipped": (lambda p: _flip_a_byte(p / "__0_0.distcp"), "__0_0.distcp has SHA-256"),
-    "data missing": (lambda p: (p / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
-    "metadata flipped": (lambda p: _flip_a_byte(p / ".metadata"), ".metadata has SHA-256"),
-    "metadata missing": (lambda p: (p / ".metadata").unlink(), ".metadata is missing"),
+    "header flipped": (lambda p: _flip_a_byte(p / DATA, 20), rf"{DATA}: bytes 0 to 4,096 have"),
+    "data missing": (lambda p: (p / DATA).unlink(), f"{DATA} is missing"),
+    "format 1": (
+        lambda p: _rewrite_format(p, 1),
+        "checkpoint format 1 of an older megascale, this version reads 2; load it with",
+    ),
+    "a newer format": (
+        lambda p: _rewrite_format(p, 3),
+        "checkpoint format 3 of a newer megascale, this version reads 2; update megascale",
+    ),
 }
 
 
@@ -129,38 +157,48 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(
     older, newer = _save(tmp_path, 1), _save(tmp_path, 2)
     inflict, message = DAMAGES[damage]
     inflict(newer)
-    assert find_latest(tmp_path) == older
+    tensor = torch.zeros(300)
+    loaded = load_newest(tmp_path, [whole("master/a", tensor)])
+    assert loaded is not None
+    assert (loaded.path, loaded.step) == (older, 1)
+    assert torch.equal(tensor, torch.ones(300))
     assert message in caplog.text
     assert newer.name in caplog.text
     assert "interrupted" not in caplog.text
     with pytest.raises(CheckpointError):
         verify(newer)
-    assert _loaded_step(older) == 1.0
+    with pytest.raises(CheckpointError):
+        load_checkpoint(newer, [whole("master/a", tensor)])
 
 
-def test_nothing_is_unpickled_before_the_hashes_are_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_ever_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = _save(tmp_path, 1)
-    _flip_a_byte(path / "__0_0.distcp")
     monkeypatch.setattr(pickle, "load", lambda *args: pytest.fail("unpickled"))
+    monkeypatch.setattr(pickle, "Unpickler", lambda *args: pytest.fail("unpickled"))
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("unpickled"))
+    assert _loaded_step(path) == 1.0
+    _flip_a_byte(path / DATA)
     with pytest.raises(CheckpointError, match="SHA-256"):
         load_checkpoint(path, [whole("master/a", torch.zeros(300))])
 
 
-def _find_with_damage(rank: int, world_size: int, root: str) -> str:
+def _load_with_damage(rank: int, world_size: int, root: str) -> tuple[str, bool]:
+    wanted = rows(rank, world_size, reference())
     for step in (1, 2):
-        pieces = rows(rank, world_size, reference())
-        save_checkpoint(Path(root), step, pieces, {}, group=dist.group.WORLD)
-    if rank == 0:  # rank 0 hashes the larger half of the files, so others hear of it by agreement
-        _flip_a_byte(Path(root) / "step-00000002" / "__2_0.distcp")
+        save_checkpoint(Path(root), step, wanted, {}, group=dist.group.WORLD)
+    if rank == 0:  # one block, which one rank reads: the others hear of it by agreement
+        _flip_a_byte(Path(root) / "step-00000002" / "rank-00002.safetensors", -1)
     dist.barrier()
-    return str(find_latest(Path(root), group=dist.group.WORLD))
+    pieces = rows(rank, world_size, empty())
+    loaded = load_newest(Path(root), pieces, group=dist.group.WORLD)
+    assert loaded is not None
+    same = all(torch.equal(a.tensor, b.tensor) for a, b in zip(pieces, wanted, strict=True))
+    return str(loaded.path), same
 
 
-def test_all_ranks_agree_on_the_latest(tmp_path: Path) -> None:
-    assert run_ranks(_find_with_damage, 4, str(tmp_path)) == [str(tmp_path / "step-00000001")] * 4
+def test_all_ranks_agree_on_what_is_loaded(tmp_path: Path) -> None:
+    wanted = (str(tmp_path / "step-00000001"), True)
+    assert run_ranks(_load_with_damage, 4, str(tmp_path)) == [wanted] * 4
 
 
 def test_the_latest_is_the_last_committed_not_the_highest_step(tmp_path: Path) -> None:
