@@ -19,17 +19,28 @@ from megascale.checkpoint.behind import BackgroundSaves, Saved, SaveFailed
 from megascale.checkpoint.digest import agree_digests, digest_pieces, launch_digests
 from megascale.checkpoint.full import FullReader
 from megascale.checkpoint.huggingface import HfFolder, write_hf_folder
-from megascale.checkpoint.load import find_latest, load_checkpoint, read_meta, verify
+from megascale.checkpoint.load import (
+    LoadedCheckpoint,
+    find_latest,
+    load_checkpoint,
+    load_newest,
+    read_meta,
+    verify,
+)
 from megascale.checkpoint.pieces import Piece, pieces_of_range
+from megascale.checkpoint.reading import DamagedError, PlanCache
 from megascale.checkpoint.retention import apply_retention
 from megascale.checkpoint.save import save_checkpoint
 from megascale.checkpoint.staged import Staged
 
 __all__ = [
     "BackgroundSaves",
+    "DamagedError",
     "FullReader",
     "HfFolder",
+    "LoadedCheckpoint",
     "Piece",
+    "PlanCache",
     "SaveFailed",
     "Saved",
     "Staged",
@@ -39,6 +50,7 @@ __all__ = [
     "find_latest",
     "launch_digests",
     "load_checkpoint",
+    "load_newest",
     "pieces_of_range",
     "read_meta",
     "save_checkpoint",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megascale.checkpoint.agree import Ranks
 from megascale.checkpoint.manifest import MARK, Manifest, list_checkpoints, read_manifest
 from megascale.checkpoint.pieces import Piece
+from megascale.checkpoint.places import Location, Root, opened
 from megascale.checkpoint.reading import (
     DamagedError,
     Files,
@@ -34,7 +35,6 @@ from megascale.checkpoint.reading import (
     wants_of,
 )
 from megascale.errors import CheckpointError
-from megascale.storage import open_storage
 
 logger = logging.getLogger(__name__)
 _PATIENCE_S = 300.0  # for a rank that says nothing, beyond the time its reading may take
@@ -48,13 +48,17 @@ class LoadedCheckpoint:
     digests  of each kind of state when it was saved, for whoever compares them with what it has now
     """
 
-    path: Path | str
+    path: Location
     step: int
     meta: dict[str, Any]
     digests: dict[str, str]
 
 
-def find_latest(root: Path, *, group: dist.ProcessGroup | None = None) -> Path | None:
+@overload
+def find_latest(root: Path, *, group: dist.ProcessGroup | None = None) -> Path | None: ...
+@overload
+def find_latest(root: Root, *, group: dist.ProcessGroup | None = None) -> Location | None: ...
+def find_latest(root: Root, *, group: dist.ProcessGroup | None = None) -> Location | None:
     """The checkpoint of `root` that was committed last and looks whole, the same on all ranks.
 
     Interrupted ones, and those of which a file is missing or of another size, are skipped with a
@@ -65,11 +69,11 @@ def find_latest(root: Path, *, group: dist.ProcessGroup | None = None) -> Path |
 
 
 def load_newest(
-    root: Path,
+    root: Root,
     pieces: Sequence[Piece],
     *,
     group: dist.ProcessGroup | None = None,
-    accept: Callable[[Path, dict[str, Any]], None] = lambda _path, _meta: None,
+    accept: Callable[[Location, dict[str, Any]], None] = lambda _path, _meta: None,
     plans: PlanCache | None = None,
 ) -> LoadedCheckpoint | None:
     """Load the one committed last; where it turns out to be damaged, the next older one.
@@ -93,7 +97,7 @@ def load_newest(
 
 
 def load_checkpoint(
-    path: Path | str,
+    path: Location,
     pieces: Iterable[Piece],
     *,
     group: dist.ProcessGroup | None = None,
@@ -125,7 +129,7 @@ def load_checkpoint(
     return _loaded(path, files)
 
 
-def verify(path: Path | str, *, group: dist.ProcessGroup | None = None) -> Manifest:
+def verify(path: Location, *, group: dist.ProcessGroup | None = None) -> Manifest:
     """Check mark, manifest, and size and hashes of each file; raises CheckpointError on all ranks.
 
     Reads everything; the files are dealt out over the ranks of `group`, largest first.
@@ -139,21 +143,13 @@ def verify(path: Path | str, *, group: dist.ProcessGroup | None = None) -> Manif
     return files.manifest
 
 
-def read_meta(path: Path | str) -> dict[str, Any]:
+def read_meta(path: Location) -> dict[str, Any]:
     """The `meta` given to the save, with its `step`; trusts the mark, hashes no data file."""
     saved = read_manifest(path)
     return {**saved.meta, "step": saved.step}
 
 
-def open_files(path: Path | str, manifest: Manifest) -> Files:
-    """The files of the checkpoint at `path`."""
-    if isinstance(path, Path):
-        return Files(open_storage(path.parent), path.name, manifest)
-    root, _, name = path.rstrip("/").rpartition("/")
-    return Files(open_storage(root or "."), name, manifest)
-
-
-def check_sizes(path: Path | str, *, group: dist.ProcessGroup | None = None) -> Files:
+def check_sizes(path: Location, *, group: dist.ProcessGroup | None = None) -> Files:
     """Check mark, manifest, and that each file is there in its size. Collective."""
     ranks = Ranks(group)
     files = _open(path, ranks)
@@ -161,16 +157,17 @@ def check_sizes(path: Path | str, *, group: dist.ProcessGroup | None = None) -> 
     return files
 
 
-def _open(path: Path | str, ranks: Ranks) -> Files:
-    return open_files(path, ranks.writer_does(lambda: read_manifest(path)))
+def _open(path: Location, ranks: Ranks) -> Files:
+    storage, folder = opened(path)
+    return Files(storage, folder, ranks.writer_does(lambda: read_manifest(path)))
 
 
-def _loaded(path: Path | str, files: Files) -> LoadedCheckpoint:
+def _loaded(path: Location, files: Files) -> LoadedCheckpoint:
     saved = files.manifest
     return LoadedCheckpoint(path, saved.step, {**saved.meta, "step": saved.step}, saved.digests)
 
 
-def _whole_ones(root: Path, ranks: Ranks) -> Iterator[tuple[Path, Files]]:
+def _whole_ones(root: Root, ranks: Ranks) -> Iterator[tuple[Location, Files]]:
     """Those that look whole, newest first; the others are told when their turn comes."""
     listing = ranks.writer_does(lambda: list_checkpoints(root))
     for path in listing.interrupted:

@@ -17,7 +17,7 @@ from torch import Tensor
 from megascale.checkpoint.agree import Ranks
 from megascale.checkpoint.full import FullReader
 from megascale.checkpoint.huggingface import CONFIG, INDEX, SINGLE
-from megascale.checkpoint.load import find_latest, read_meta, verify
+from megascale.checkpoint.load import check_sizes, find_latest, read_meta
 from megascale.checkpoint.manifest import MANIFEST
 from megascale.config import ModelConfig
 from megascale.errors import CheckpointError
@@ -27,9 +27,10 @@ TOKENIZER = "tokenizer.json"
 
 
 def find_checkpoint(path: Path, *, group: dist.ProcessGroup | None = None) -> Path:
-    """The verified checkpoint that `path` names: itself, or the newest good one of a run folder.
+    """The checkpoint that `path` names: itself, or the newest one of a run folder that looks whole.
 
-    Collective over `group`. Raises CheckpointError on all ranks where there is none.
+    Its data are not read here: whoever reads them checks them. Collective over `group`. Raises
+    CheckpointError on all ranks where there is none.
     """
     root = path / CHECKPOINTS
     if Ranks(group).writer_does(root.is_dir):
@@ -41,7 +42,7 @@ def find_checkpoint(path: Path, *, group: dist.ProcessGroup | None = None) -> Pa
             )
         return found
     Ranks(group).writer_does(lambda: _refuse_what_is_no_checkpoint(path))
-    verify(path, group=group)
+    check_sizes(path, group=group)
     return path
 
 
@@ -63,7 +64,7 @@ def _refuse_what_is_no_checkpoint(path: Path) -> None:
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A verified checkpoint, opened.
+    """A checkpoint, opened; what is read of it is checked.
 
     num_positions  rows of learned positions, else the longest sequence that it was made for
     tokenizer      tokenizer.json of its run folder; None where there is none

@@ -96,7 +96,7 @@ def _slices(tensor: Tensor, most_bytes: int) -> Iterator[Tensor]:
     tensor = tensor.detach()
     if tensor.is_contiguous() or tensor.nbytes <= most_bytes:
         if tensor.numel():
-            yield tensor.reshape(-1).view(torch.uint8)
+            yield tensor.contiguous().view(-1).view(torch.uint8)
         return
     row_bytes = tensor.nbytes // len(tensor)
     if row_bytes > most_bytes:

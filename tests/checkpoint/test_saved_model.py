@@ -37,10 +37,10 @@ def test_a_torn_checkpoint_is_skipped_in_a_run_and_refused_by_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     good, torn = _save(tmp_path, 1, META), _save(tmp_path, 2, META)
-    (torn / "__0_0.distcp").write_bytes(b"")
+    (torn / "rank-00000.safetensors").write_bytes(b"")
     with caplog.at_level(logging.WARNING):
         assert find_checkpoint(tmp_path) == good
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp has 0 bytes"):
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors has 0 bytes"):
         find_checkpoint(torn)
 
 

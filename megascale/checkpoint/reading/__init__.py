@@ -15,10 +15,10 @@ against its hash before anything of it is used, and sent to whoever else needs i
 
 from __future__ import annotations
 
-from megascale.checkpoint.reading.exchange import read_pieces
+from megascale.checkpoint.reading.exchange import copy_parts, read_block, read_pieces
 from megascale.checkpoint.reading.files import Files
 from megascale.checkpoint.reading.outcome import gather
-from megascale.checkpoint.reading.plan import Limits, RankPlan
+from megascale.checkpoint.reading.plan import Limits, Needs, RankPlan
 from megascale.checkpoint.reading.saved import Saved, Want, wants_of
 from megascale.checkpoint.reading.shared_plan import PlanCache
 from megascale.checkpoint.reading.window import DamagedError, Window
@@ -27,12 +27,15 @@ __all__ = [
     "DamagedError",
     "Files",
     "Limits",
+    "Needs",
     "PlanCache",
     "RankPlan",
     "Saved",
     "Want",
     "Window",
+    "copy_parts",
     "gather",
+    "read_block",
     "read_pieces",
     "wants_of",
 ]

@@ -18,7 +18,7 @@ share one deadline.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 
 import torch
@@ -29,8 +29,8 @@ from megascale.checkpoint.pieces import Piece
 from megascale.checkpoint.reading.files import Files
 from megascale.checkpoint.reading.messages import Message, Messages, PeerGoneError
 from megascale.checkpoint.reading.outcome import Kind, Outcome, agree
-from megascale.checkpoint.reading.plan import Part, RankPlan, Read, Receive, Round
-from megascale.checkpoint.reading.window import DamagedError, Window
+from megascale.checkpoint.reading.plan import BlockId, Part, RankPlan, Read, Receive, Round
+from megascale.checkpoint.reading.window import DamagedError, Window, make_buffer, read_verified
 from megascale.shards import Box
 
 _ALIGNMENT = 16  # of parts in a message: any dtype can be seen in it
@@ -118,8 +118,7 @@ class _Reading:
     def _take(self, read: Read) -> dict[object, Tensor]:
         """Own parts go into the pieces; those of others, equal ones once, into messages."""
         buffer, block = self.window.next(self.messages.seconds_left())
-        for part in read.own:
-            self._place(part, _values(block, part.start, part.shape, part.dtype))
+        copy_parts(read.own, block, self._targets)
         packed: dict[object, Tensor] = {}
         for _, parts in read.sends:
             if _content(parts) not in packed:
@@ -129,10 +128,6 @@ class _Reading:
             buffer.busy.record()
         self.window.release(buffer)
         return packed
-
-    def _place(self, part: Part, saved: Tensor) -> None:
-        target = _narrow(self._targets[part.piece], part.target)
-        target.copy_(_narrow(saved, part.source), non_blocking=True)
 
     def _unpack(self, parts: tuple[Part, ...], body: Tensor) -> None:
         for start, part in zip(_starts(parts), parts, strict=False):
@@ -179,6 +174,22 @@ class _Reading:
         if self.outcome.kind <= Kind.STOPPED and outcome.kind > self.outcome.kind:
             self.outcome = outcome
             self.window.close()
+
+
+def read_block(files: Files, block: BlockId) -> Tensor:
+    """A block, checked, in memory of its own."""
+    source = files.block(*block)
+    buffer = make_buffer(source.num_bytes, pinned=False)
+    read_verified(files.storage, source, buffer.view)
+    return buffer.tensor
+
+
+def copy_parts(parts: Iterable[Part], block: Tensor, targets: Sequence[Tensor]) -> None:
+    """From a block into the pieces; to a GPU on its current stream, without waiting."""
+    for part in parts:
+        saved = _values(block, part.start, part.shape, part.dtype)
+        target = _narrow(targets[part.piece], part.target)
+        target.copy_(_narrow(saved, part.source), non_blocking=True)
 
 
 class _Tags:

@@ -44,7 +44,7 @@ def digest(wants: Sequence[Want]) -> str:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class SavedTensor:
     """A logical tensor as it was saved."""
 
     shape: tuple[int, ...]
@@ -90,12 +90,12 @@ class Saved:
     def keys(self) -> list[str]:
         return sorted(self._rows)
 
-    def tensor(self, key: str) -> Tensor | None:
+    def tensor(self, key: str) -> SavedTensor | None:
         rows = self._rows.get(key)
         if rows is None:
             return None
         entry = rows.entries[0][1]
-        return Tensor(entry.global_shape, entry.dtype)
+        return SavedTensor(entry.global_shape, entry.dtype)
 
     def overlapping(self, want: Want) -> Iterator[tuple[int, Entry, Box]]:
         """(file, entry, what the entry and the want have in common)."""

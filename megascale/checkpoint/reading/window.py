@@ -22,6 +22,8 @@ from torch import Tensor
 from megascale.errors import CheckpointError
 from megascale.storage import Storage
 
+_HUGE_PAGE_BYTES = 2 << 20
+
 
 class DamagedError(CheckpointError):
     """The files are not those that were saved: another checkpoint may be whole."""
@@ -50,7 +52,9 @@ def make_buffer(num_bytes: int, *, pinned: bool) -> Buffer:
     if pinned:
         tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         return Buffer(tensor, tensor.numpy().data)
-    memory = mmap.mmap(-1, num_bytes)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if num_bytes >= _HUGE_PAGE_BYTES:  # less for the kernel to pin, read by read
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return Buffer(torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory))
 
 
