@@ -109,13 +109,14 @@ class RemoteCopies:
             return ended
 
     def protected(self) -> list[str]:
-        """Names that must stay on disk: what is copied, and what waits."""
+        """Names that must stay on disk: what is copied, and the newest that waits."""
         with self._changed:
-            return [task.name for task in self._tasks]
+            return [task.name for task in {*list(self._tasks)[:1], *list(self._tasks)[-1:]}]
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.protected())
+        with self._changed:
+            return bool(self._tasks)
 
     def join(self) -> None:
         """Wait until all that was submitted has ended. Raises what the thread died of."""

@@ -12,18 +12,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+Place = Literal["disk", "remote"]
+
 
 @dataclass(frozen=True)
 class Saved:
     """A checkpoint with a readable mark.
 
     name    of its folder, in its place
-    number  of the save, which grows from save to save
+    number  of the save, which grows from save to save; 0 where nobody asks
     """
 
-    place: Literal["disk", "remote"]
+    place: Place
     name: str
-    number: int
+    number: int = 0
 
     @property
     def step(self) -> int:
