@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from megascale.checkpoint.memory import slots
+from megascale.checkpoint.memory import completion, slots
 from megascale.checkpoint.memory.slot import Slot
 from megascale.telemetry.hooks import Hook
 from megascale.train.loop import Loop
@@ -76,8 +76,8 @@ class Plan:
     """What an agent would give the ranks, and how one of them ends.
 
     place  "step": when the step is computed; "again": when it is computed after a later one; else
-           the name of a function of `slots` or of `MemorySlots`, in which it ends in the save of
-           the step
+           the name of a function of `completion`, or of `MemorySlots`, in which it ends in the save
+           of the step
     ahead  save as beside a GPU: the loop a step ahead, hashes and copies behind training
     late   each copy is made as late as it may be, right before the next update
     from_disk  the driver has given up what memory holds
@@ -166,7 +166,8 @@ def _copy_late() -> None:
 
 
 def _kill_in(place: str, rank_loop: Loop, step: int) -> None:
-    owner = slots if hasattr(slots, place) else slots.MemorySlots
+    places = (completion, completion.Completion, slots.MemorySlots)
+    owner = next(owner for owner in places if hasattr(owner, place))
     original = getattr(owner, place)
 
     def die(*arguments: object) -> object:
@@ -213,7 +214,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     [
         ("dp4", 0, 5, "step"),
         ("tp2-dp2", 3, 6, "_copy_out"),
-        ("tp2-dp2", 1, 5, "crc_of"),
+        ("tp2-dp2", 1, 5, "_mark"),
         ("dp4", 2, 4, "transfer"),
         ("tp2-pp2", 2, 7, "_finish"),
         ("tp2-pp2", 1, 3, "step"),
@@ -232,7 +233,7 @@ def test_killed_anywhere_at_most_a_step_is_done_again(
 ) -> None:
     run, plan = tmp_path / "run", Plan(memory, victim, step, place, ahead)
     # without copies nothing makes up for a slot that was written too early
-    options = [f"checkpoint.memory_copies={str(place != 'crc_of').lower()}"]
+    options = [f"checkpoint.memory_copies={str(place != '_mark').lower()}"]
     told = _killed(run, LAYOUTS[layout], plan, *options)
     resumed = _resumed_at(run, LAYOUTS[layout], plan.survivors, *options)
     assert resumed >= told - 1, f"killed in step {step}, told {told}"
@@ -248,7 +249,7 @@ def test_a_lost_node_gets_its_state_from_the_other_and_can_be_lost_again(
     """First the one node, then the other, each with all it holds."""
     run, plan = tmp_path / "run", Plan(memory, 2, 3)
     told = _killed(run, LAYOUTS[layout], plan)
-    assert "memory slots of 4 rank(s) are copied to another node, 4 of them outside" in plan.said()
+    assert "memory slots of 4 rank(s) are copied to another agent of their node" in plan.said()
     shutil.rmtree(memory / "node1")
     plan = replace(plan, victim=1, step=6)
     num_before = len(metrics(run))

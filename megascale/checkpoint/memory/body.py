@@ -1,12 +1,19 @@
 """Where the pieces of a rank lie in a slot's body, and the copies to there and back.
 
-The table names pieces by key and global box, as a checkpoint on disk does. Pieces that are
-neighbours in live storage are copied as one: a model of thousands of parameters is a few copies.
+    [0, counted)   what this rank writes to a checkpoint on disk (`entries`), without gaps
+    [copies, end)  what it needs to go on and another rank writes
+
+The counted part lies as it does in a file of a checkpoint (`checkpoint/layout.py`): such a file is
+`encode_header(entries)` and that range of the slot, moved as it is. Values are ordered by the size
+of their elements, widest first, so that none needs a gap before it. The table names all pieces by
+key and global box. Pieces that are neighbours in live storage are copied as one: a model of
+thousands of parameters is a few copies.
 """
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -14,8 +21,12 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megascale.checkpoint.memory.slot import HEADER_BYTES, aligned, crc_of
+from megascale.checkpoint.layout import Entry
+from megascale.checkpoint.memory.hashing import crc_of
+from megascale.checkpoint.memory.slot import body_start
 from megascale.checkpoint.pieces import Piece
+
+_ALIGNMENT = 64  # bytes: of the first copy
 
 
 @dataclass(frozen=True)
@@ -25,31 +36,46 @@ class _Stretch:
     tensor: Tensor
     start: int
 
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
 
 class Body:
-    """The layout of a rank's pieces. Equal pieces give equal tables, in every process."""
+    """The layout of a rank's pieces. Equal pieces give equal tables, in every process.
 
-    def __init__(self, pieces: Iterable[Piece]) -> None:
-        stretches: list[_Stretch] = []
-        entries = []
-        position = 0
-        for piece in pieces:
-            tensor = piece.tensor.detach()
-            if stretches and _follows(tensor, stretches[-1].tensor):
-                start = position
-                last = stretches.pop()
-                stretches.append(_Stretch(_joined(last.tensor, tensor), last.start))
-            else:
-                start = aligned(position)
-                stretches.append(_Stretch(tensor, start))
-            position = start + piece.num_bytes
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            box = piece.box
-            entries.append([piece.key, piece.global_shape, box.offset, box.shape, dtype, start])
-        self._stretches = stretches
-        self.table = json.dumps(entries, separators=(",", ":")).encode()
+    counted  over all ranks these tile the state once
+    copies   the rest of what the rank holds
+    """
+
+    def __init__(self, counted: Iterable[Piece], copies: Iterable[Piece] = ()) -> None:
+        self._stretches: list[_Stretch] = []
+        self.entries, num_counted = self._place(counted, 0)
+        others, self.num_bytes = self._place(
+            copies, -(-num_counted // _ALIGNMENT) * _ALIGNMENT if num_counted else 0
+        )
+        rows = [
+            [e.key, e.global_shape, e.box.offset, e.box.shape, _name(e.dtype), e.start]
+            for e in (*self.entries, *others)
+        ]
+        table = {"num_counted": len(self.entries), "entries": rows}
+        self.table = json.dumps(table, separators=(",", ":")).encode()
         self.table_crc = crc_of(self.table)
-        self.num_bytes = position
+
+    def _place(self, pieces: Iterable[Piece], position: int) -> tuple[tuple[Entry, ...], int]:
+        """Entries from `position` on, and where they end."""
+        entries = []
+        for piece in sorted(pieces, key=lambda piece: -piece.tensor.element_size()):
+            tensor = piece.tensor.detach()
+            entry = Entry(piece.key, piece.global_shape, piece.box, tensor.dtype, position)
+            entries.append(entry)
+            last = self._stretches[-1] if self._stretches else None
+            if last and last.start + last.num_bytes == position and _follows(tensor, last.tensor):
+                self._stretches[-1] = _Stretch(_joined(last.tensor, tensor), last.start)
+            else:
+                self._stretches.append(_Stretch(tensor, position))
+            position = entry.stop
+        return tuple(entries), position
 
     @property
     def num_copies(self) -> int:
@@ -58,7 +84,7 @@ class Body:
     @property
     def start(self) -> int:
         """Of the values in the file."""
-        return aligned(HEADER_BYTES + len(self.table))
+        return body_start(len(self.table))
 
     @property
     def image_bytes(self) -> int:
@@ -67,23 +93,51 @@ class Body:
 
     def copy_out(self, image: Tensor) -> None:
         """Live values to a slot. On CUDA queued in the current stream, and not waited for."""
-        for live, kept in self._pairs(image):
-            kept.copy_(live, non_blocking=True)
+        for stretch in self._stretches:
+            live, first = stretch.tensor, self.start + stretch.start
+            kept = image[first : first + stretch.num_bytes]
+            kept.view(live.dtype).view(live.shape).copy_(live, non_blocking=True)
+
+    def filling(self) -> Filling:
+        return Filling(self._stretches)
+
+
+class Filling:
+    """Values on their way back to live storage, in parts, which may come in any order and from
+    several threads. Each part starts and ends between elements."""
+
+    def __init__(self, stretches: list[_Stretch]) -> None:
+        self._stretches = stretches
+        self._starts = [stretch.start for stretch in stretches]
+        # what is not contiguous is put together beside, and copied at the end
+        self._flat = [stretch.tensor.contiguous().view(-1) for stretch in stretches]
 
     @torch.no_grad()
-    def copy_in(self, image: Tensor) -> None:
-        """Values of a slot to live storage. On CUDA queued as `copy_out`."""
-        for live, kept in self._pairs(image):
-            live.copy_(kept, non_blocking=True)
+    def put(self, start: int, values: Tensor) -> None:
+        """`values` (uint8) are those from byte `start` of the body on. On CUDA queued in the
+        current stream: `values` must stay until it has run."""
+        stop = start + len(values)
+        index = max(bisect_right(self._starts, start) - 1, 0)
+        for stretch, flat in zip(self._stretches[index:], self._flat[index:], strict=True):
+            if stretch.start >= stop:
+                break
+            first, last = max(stretch.start, start), min(stretch.start + stretch.num_bytes, stop)
+            if first >= last:
+                continue
+            width = flat.element_size()
+            part = flat[(first - stretch.start) // width : (last - stretch.start) // width]
+            part.copy_(values[first - start : last - start].view(flat.dtype), non_blocking=True)
 
-    def _pairs(self, image: Tensor) -> list[tuple[Tensor, Tensor]]:
-        pairs = []
-        for stretch in self._stretches:
-            live = stretch.tensor
-            first = self.start + stretch.start
-            kept = image[first : first + live.numel() * live.element_size()]
-            pairs.append((live, kept.view(live.dtype).view(live.shape)))
-        return pairs
+    @torch.no_grad()
+    def finish(self) -> None:
+        """All parts are there."""
+        for stretch, flat in zip(self._stretches, self._flat, strict=True):
+            if not stretch.tensor.is_contiguous():
+                stretch.tensor.copy_(flat.view(stretch.tensor.shape))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _follows(tensor: Tensor, before: Tensor) -> bool:

@@ -1,50 +1,70 @@
 """Who keeps a copy of whose slot. Pure.
 
-A rank's copy lies on another node, outside its tensor, data and pipeline groups where there is such
-a node: groups are what is evicted together. Every rank keeps the copy of at most one other, so the
-memory is the same everywhere.
+A rank's copy lies on another host, outside its tensor, data and pipeline groups where there is such
+a host: groups are what is evicted together. Else on any other host; else with any other agent of
+its own, whose memory outlives that of this one; it is said which. Every rank keeps the copy of at
+most one other, so the memory is the same everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 from megascale.topology import Mesh
 
 
-def keepers(mesh: Mesh, nodes: Sequence[Hashable]) -> list[int | None]:
-    """For each global rank the rank that keeps its copy; None where that would be on its own node.
+@dataclass(frozen=True)
+class Place:
+    """Where a rank's memory is: the machine, and the agent on it that owns the slots."""
 
-    nodes  of each rank
+    host: str
+    agent: str = ""
+
+
+def keepers(mesh: Mesh, places: Sequence[Place]) -> list[int | None]:
+    """For each global rank the rank that keeps its copy; None where that would be its own agent's.
+
+    places  of each rank
 
     A keeper is the rank a fixed distance away, along the axes or in the order of ranks: of the
-    distances that are tried, the one with the most copies on other nodes, then the most outside
-    their own groups.
+    distances that are tried, the one with the most copies on other hosts, then the most of those
+    outside their own groups, then the same for other agents.
     """
-    wanted = (mesh.world_size, mesh.world_size)
-    best, best_quality = list(range(mesh.world_size)), (0, 0)
+    wanted = (mesh.world_size,) * 4
+    best = list(range(mesh.world_size))
+    best_quality: tuple[int, ...] = (0, 0, 0, 0)
     for shifted in _distances(mesh):
-        quality = _quality(mesh, nodes, shifted)
+        quality = _quality(mesh, places, shifted)
         if quality > best_quality:
             best, best_quality = shifted, quality
         if quality == wanted:
             break
-    return [keeper if nodes[keeper] != nodes[rank] else None for rank, keeper in enumerate(best)]
+    return [keeper if places[keeper] != places[rank] else None for rank, keeper in enumerate(best)]
 
 
-def describe(mesh: Mesh, nodes: Sequence[Hashable], kept_by: Sequence[int | None]) -> str:
+def describe(mesh: Mesh, places: Sequence[Place], kept_by: Sequence[int | None]) -> str:
     """One line for the person who relies on it."""
     pairs = [(rank, keeper) for rank, keeper in enumerate(kept_by) if keeper is not None]
-    num_outside = sum(_is_outside(mesh, rank, keeper) for rank, keeper in pairs)
-    num_nodes = len(set(nodes))
     if not pairs:
-        return f"no copies of memory slots: the ranks are on {num_nodes} node(s)"
-    without = f", {mesh.world_size - len(pairs)} rank(s) have none" if None in kept_by else ""
-    return (
-        f"memory slots of {len(pairs)} rank(s) are copied to another node, {num_outside} of them "
-        f"outside their own tensor, data and pipeline groups{without}"
-    )
+        num_hosts = len({place.host for place in places})
+        return f"no copies of memory slots: the ranks are on {num_hosts} node(s), of one agent each"
+    said = []
+    for is_away, where in (
+        (True, "another node"),
+        (False, "another agent of their node, which goes with it"),
+    ):
+        there = [(r, k) for r, k in pairs if (places[r].host != places[k].host) == is_away]
+        if there:
+            num_outside = sum(_is_outside(mesh, rank, keeper) for rank, keeper in there)
+            said.append(
+                f"memory slots of {len(there)} rank(s) are copied to {where}, {num_outside} of "
+                "them outside their own tensor, data and pipeline groups"
+            )
+    if None in kept_by:
+        said.append(f"{mesh.world_size - len(pairs)} rank(s) have none")
+    return ", ".join(said)
 
 
 def _distances(mesh: Mesh) -> Iterator[list[int]]:
@@ -68,9 +88,13 @@ def _distances(mesh: Mesh) -> Iterator[list[int]]:
         yield [(rank + distance) % world_size for rank in range(world_size)]
 
 
-def _quality(mesh: Mesh, nodes: Sequence[Hashable], shifted: Sequence[int]) -> tuple[int, int]:
-    away = [(rank, keeper) for rank, keeper in enumerate(shifted) if nodes[rank] != nodes[keeper]]
-    return len(away), sum(_is_outside(mesh, rank, keeper) for rank, keeper in away)
+def _quality(mesh: Mesh, places: Sequence[Place], shifted: Sequence[int]) -> tuple[int, ...]:
+    """To another host, of those outside; to another agent, of those outside."""
+    pairs = [*enumerate(shifted)]
+    away = [(rank, k) for rank, k in pairs if places[rank].host != places[k].host]
+    other = [(rank, k) for rank, k in pairs if places[rank] != places[k]]
+    outside = [sum(_is_outside(mesh, rank, k) for rank, k in chosen) for chosen in (away, other)]
+    return len(away), outside[0], len(other), outside[1]
 
 
 def _is_outside(mesh: Mesh, rank: int, other: int) -> bool:

@@ -1,7 +1,7 @@
-"""Finding a save in the slots of all ranks, and getting each rank its part.
+"""Finding a save in the slots of all ranks: which one, and is it whole?
 
-Nothing is taken unchecked: a slot must be of this run and layout, and have the values whose CRC-32
-it tells. What fails is left out and the choice made again.
+Nothing is taken unchecked: a slot must be of this run and layout, and have the values whose hash it
+tells. What fails is left out and the choice made again. How each rank gets its part: `bring.py`.
 """
 
 from __future__ import annotations
@@ -12,45 +12,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megascale.checkpoint.agree import Ranks
+from megascale.checkpoint.memory.arrangement import Site
 from megascale.checkpoint.memory.choice import Choice, Offer, choose, why_none
-from megascale.checkpoint.memory.slot import Header, Slot, Stamp
-from megascale.checkpoint.memory.transfer import transfer
-from megascale.errors import CheckpointError
+from megascale.checkpoint.memory.hashing import Hasher
+from megascale.checkpoint.memory.slot import Header, Slot
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Site:
-    """What every rank knows of each.
-
-    image_bytes, table_crc  of the rank's slots in this layout
-    newest_number           of the saves in its slots
-    start                   a number that it drew
-    """
-
-    node: str
-    image_bytes: int
-    table_crc: int
-    newest_number: int
-    start: int
 
 
 def find(
     files: Sequence[Slot],
     ranks: Ranks,
     sites: Sequence[Site],
+    hasher: Hasher,
     *,
     identity: str,
     layout: str,
     newer_than: int | None,
-) -> tuple[Stamp, Slot] | None:
-    """The newest save of a later step than `newer_than`, and the slot that has this rank's part of
-    it. Collective; None on all ranks where there is none, and why is logged.
+) -> Choice | None:
+    """The newest save of a later step than `newer_than` that is whole. Collective; None on all
+    ranks where there is none, and why is logged.
 
-    files  of this rank, its own two first; what is sent to it goes to one of those
+    files  of this rank
     """
-    search = _Search(files, ranks, sites, identity, layout)
+    search = _Search(files, ranks, sites, hasher, identity, layout)
     while True:
         told = ranks.gather(search.offers)
         offers = [own for own, _ in told]
@@ -66,12 +51,7 @@ def find(
             _say(ranks, logging.INFO, f"memory slots are not used: they hold {told_steps}")
             return None
         if all(search.check(choice)):
-            break
-    try:
-        return choice.stamp, search.bring(choice)
-    except CheckpointError as error:
-        _say(ranks, logging.WARNING, f"memory slots are not used: {error}")
-        return None
+            return choice
 
 
 @dataclass
@@ -79,8 +59,10 @@ class _Search:
     files: Sequence[Slot]
     ranks: Ranks
     sites: Sequence[Site]
+    hasher: Hasher
     identity: str
     layout: str
+    good: set[int] = field(default_factory=set)  # files whose values were checked
     bad: set[int] = field(default_factory=set)  # files whose values are not what was saved
 
     def offers(self) -> tuple[list[Offer], list[str]]:
@@ -115,48 +97,15 @@ class _Search:
 
     def _check_own(self, choice: Choice) -> bool:
         files = {s.file for s in choice.sources if s.holder == self.ranks.rank}
-        for file in files:
+        for file in files - self.good:
             slot = self.files[file]
             header = slot.header()
-            if header is None or not slot.is_whole(header):
+            if header is not None and slot.is_whole(header, self.hasher):
+                self.good.add(file)
+            else:
                 logger.warning("memory slot %s is damaged and is not used", slot.path)
                 self.bad.add(file)
         return not files & self.bad
-
-    def bring(self, choice: Choice) -> Slot:
-        """The slot with this rank's part, sent to it where another has it. Collective; raises
-        CheckpointError on all ranks."""
-        rank, moves = self.ranks.rank, choice.moves()
-        source = choice.sources[rank]
-        if not moves:
-            return self.files[source.file]
-        is_sent = source.holder != rank
-        given = {s.file for s in choice.sources if s.holder == rank}
-        free = next(file for file in (0, 1) if file not in given)
-        slot = self.files[free if is_sent else source.file]
-        self.ranks.gather(lambda: self._make_room(slot) if is_sent else None)
-        assert self.ranks.group is not None
-        transfer(
-            [(self.files[s.file].image, to) for to, s in moves if s.holder == rank],
-            [(slot.image, source.holder)] if is_sent else [],
-            self.ranks.group,
-        )
-        if is_sent:
-            slot.mark()
-        self.ranks.gather(lambda: self._check_sent(slot, choice) if is_sent else None)
-        names = ", ".join(str(to) for to, _ in moves)
-        _say(self.ranks, logging.INFO, f"rank(s) {names} got their memory slots from their keepers")
-        return slot
-
-    def _make_room(self, slot: Slot) -> None:
-        slot.allocate(self.sites[self.ranks.rank].image_bytes)
-        slot.begin()
-
-    def _check_sent(self, slot: Slot, choice: Choice) -> None:
-        header = slot.header()
-        if header is None or header.stamp != choice.stamp or not slot.is_whole(header):
-            slot.begin()
-            raise CheckpointError(f"{slot.path} is not what its keeper had")
 
 
 def _say(ranks: Ranks, level: int, message: str) -> None:

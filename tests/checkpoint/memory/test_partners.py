@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from megascale.checkpoint.memory.partners import describe, keepers
+from megascale.checkpoint.memory.partners import Place, describe, keepers
 from megascale.topology import Mesh
 
 
-def _nodes(num_ranks: int, per_node: int) -> list[int]:
-    return [rank // per_node for rank in range(num_ranks)]
+def _nodes(num_ranks: int, per_node: int) -> list[Place]:
+    return [Place(f"host {rank // per_node}") for rank in range(num_ranks)]
 
 
 def _shared(mesh: Mesh, a: int, b: int) -> bool:
@@ -49,16 +49,37 @@ def test_another_node_at_least(mesh: Mesh, per_node: int) -> None:
 
 
 def test_one_node_has_none_and_says_so() -> None:
-    kept_by = keepers(Mesh(2, 2, 1), [0] * 4)
+    places = _nodes(4, 4)
+    kept_by = keepers(Mesh(2, 2, 1), places)
     assert kept_by == [None] * 4
-    assert describe(Mesh(2, 2, 1), [0] * 4, kept_by) == (
-        "no copies of memory slots: the ranks are on 1 node(s)"
+    assert describe(Mesh(2, 2, 1), places, kept_by) == (
+        "no copies of memory slots: the ranks are on 1 node(s), of one agent each"
     )
-    assert keepers(Mesh(), ["a"]) == [None]
+    assert keepers(Mesh(), [Place("a")]) == [None]
+
+
+def test_another_agent_of_the_node_is_better_than_nobody() -> None:
+    places = [Place("host", f"agent {rank // 2}") for rank in range(4)]
+    kept_by = keepers(Mesh(2, 2, 1), places)
+    assert all(k is not None and places[k] != places[rank] for rank, k in enumerate(kept_by))
+    assert describe(Mesh(2, 2, 1), places, kept_by) == (
+        "memory slots of 4 rank(s) are copied to another agent of their node, which goes with it, "
+        "4 of them outside their own tensor, data and pipeline groups"
+    )
+
+
+def test_another_host_comes_before_another_agent() -> None:
+    """Two hosts of two agents each: nobody's copy stays on its host, though more distances would
+    reach another agent."""
+    places = [Place(f"host {rank // 4}", f"agent {rank // 2}") for rank in range(8)]
+    mesh = Mesh(2, 2, 2)
+    kept_by = keepers(mesh, places)
+    assert all(k is not None and places[k].host != places[r].host for r, k in enumerate(kept_by))
+    assert not any(_shared(mesh, r, k) for r, k in enumerate(kept_by) if k is not None)
 
 
 def test_nodes_of_unequal_size_copy_what_they_can() -> None:
-    nodes = [0, 0, 0, 1]
+    nodes = [Place(host) for host in "aaab"]
     kept_by = keepers(Mesh(1, 4, 1), nodes)
     assert sum(keeper is not None for keeper in kept_by) == 2  # 3 to some rank of node 0, and back
     assert "2 rank(s) have none" in describe(Mesh(1, 4, 1), nodes, kept_by)

@@ -30,6 +30,7 @@ def _open(memory: Path, values: Tensor, *, is_behind: bool = False, epoch: int =
     return MemorySlots(
         str(memory / "slots-000"),
         [whole("master/a", values)],
+        [],
         Mesh(),
         Ranks(None),
         identity="run",
@@ -53,7 +54,7 @@ def test_what_follows_the_copy_does_not_change_it(
         values.mul_(-1.0)  # as the next update: launched at once
         slots.settled()
     slots.join()
-    assert device == "cpu" or all(slot.image.is_pinned() for slot in slots._own)
+    assert device == "cpu" or all(slot.image.is_pinned() for slot in slots._ring.slots)
     found = torch.zeros(1 << 22, device=device)
     again = _open(memory, found, is_behind=is_behind, epoch=2)
     stamp = again.restore(3)
