@@ -15,7 +15,6 @@ from __future__ import annotations
 import gc
 import logging
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,11 +23,11 @@ from types import FrameType
 
 from megascale.checkpoint.agree import waits_in
 from megascale.checkpoint.manifest import list_checkpoints
-from megascale.data import BatchSource
 from megascale.optim import learning_rate
 from megascale.telemetry.recorder import Recorder
 from megascale.topology import Coordinates
 from megascale.train.assemble import Assembly
+from megascale.train.batches import DeviceBatches
 from megascale.train.corpus import (
     make_loader,
     tokenizer_files,
@@ -77,7 +76,7 @@ class Loop:
         self._nonfinite_steps = NonfiniteSteps(self.config.training)
         self._stop_asked = False  # by a signal to this rank
         self._stopping = False  # agreed by all ranks
-        self._loader: BatchSource | None = None
+        self._batches: DeviceBatches | None = None
 
     def run(self, *, resume: bool) -> None:
         """Train from the start, from a checkpoint (`resume`), or from given weights."""
@@ -143,27 +142,27 @@ class Loop:
     def _launch(self) -> _Pending:
         """Put the next step on the device."""
         progress, config = self.progress, self.config
-        assert self._loader is not None
+        assert self._batches is not None
         lr = learning_rate(
             progress.step,
             config.lr_scheduler,
             lr=config.optimizer.lr,
             total_steps=config.training.steps,
         )
+        is_last = progress.step + 1 == config.training.steps
         with self.recorder.step(progress.step + 1):
-            since = time.monotonic()
-            with self.recorder.span("data_wait", host=True):
-                batch = next(self._loader)
-            self.reporter.data_wait_s += time.monotonic() - since
+            batch = next(self._batches)
             assert batch.first_sample == progress.consumed_samples, (batch.first_sample, progress)
             outcome = train_step(
                 self.assembly,
-                batch.micro_batches,
+                batch.batches,
                 global_batch=batch.num_samples,
                 lr=lr,
                 wants_stop=self._stop_asked,
+                after_backward=None if is_last else self._batches.prefetch,
                 before_update=self.persistence.before_update,
             )
+        self.reporter.data_wait_s += self._batches.take_waited_s()
         progress.step += 1
         progress.consumed_samples += batch.num_samples
         return _Pending(outcome, progress.step, lr, batch.num_samples, progress.consumed_samples)
@@ -265,14 +264,20 @@ class Loop:
         return self.assembly.groups.coordinates
 
     def _open_loader(self) -> None:
-        self._loader = make_loader(
+        loader = make_loader(
             self.config, self.assembly.mesh, self._place, self.progress.consumed_samples
+        )
+        self._batches = DeviceBatches(
+            loader,
+            self.assembly.program,
+            ahead=self.config.data.prefetch > 0,
+            span=self.recorder.span,
         )
 
     def _close_loader(self) -> None:
-        if self._loader is not None:
-            self._loader.close()
-            self._loader = None
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from megascale.config import RunConfig
-from megascale.data import MicroBatch
-from megascale.flux.collectives import rank_slice
 from megascale.model.context import ForwardContext
 from megascale.model.transformer import TransformerChunk
-from megascale.ops.documents import make_documents
 from megascale.parallel.cross_entropy import LossFunction
 from megascale.parallel.groups import Groups
 from megascale.parallel.shared_head import SharedHead, SummedGradient
@@ -64,7 +60,7 @@ class StageProgram:
         self.device = device
         self.main_dtype = main_dtype
         self.last_chunk = config.parallelism.num_chunks - 1
-        self.batches: list[DeviceBatch] = []
+        self.batches: Sequence[DeviceBatch] = ()
         self.nominal_tokens = 1.0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.num_valid = torch.zeros((), dtype=torch.float64, device=device)
@@ -81,9 +77,9 @@ class StageProgram:
         parameter = next(next(iter(self.chunks.values())).parameters())
         return parameter.dtype
 
-    def begin(self, batches: Sequence[MicroBatch], *, nominal_tokens: int, training: bool) -> None:
-        """Take the micro-batches of one step and reset the loss."""
-        self.batches = [self._to_device(batch, training) for batch in batches]
+    def begin(self, batches: Sequence[DeviceBatch], *, nominal_tokens: int) -> None:
+        """Take the micro-batches of one step (`batches.py` prepares them) and reset the loss."""
+        self.batches = batches
         self.nominal_tokens = float(nominal_tokens)
         self.loss_sum.zero_()
         self.num_valid.zero_()
@@ -115,47 +111,3 @@ class StageProgram:
         self.loss_sum += loss_sum.detach()
         self.num_valid += batch.mask_T.sum()
         return loss_sum / self.nominal_tokens
-
-    def _to_device(self, batch: MicroBatch, training: bool) -> DeviceBatch:
-        model = self.config.model
-        num_sequences, seq_len = batch.tokens_BS.shape
-        rows = rank_slice(num_sequences * seq_len, self.groups.tensor)
-        positions_T = torch.arange(seq_len, device=self.device).repeat(num_sequences)
-        dropout = training and (model.hidden_dropout > 0 or model.attention_dropout > 0)
-        samples_B = _move(batch.sample_numbers_B, self.device)
-        token_ids_T = (samples_B[:, None] * seq_len).expand(-1, seq_len).flatten() + positions_T
-        documents = None
-        if batch.document_starts_BS is not None:
-            starts_BS = torch.as_tensor(batch.document_starts_BS)
-            documents = make_documents(starts_BS, partial(_put, device=self.device))
-            positions_T = positions_T - documents.starts_BS.flatten()
-        context = ForwardContext(
-            seq_len=seq_len,
-            positions_t=positions_T[rows],
-            token_ids_t=token_ids_T[rows],
-            sample_numbers_B=samples_B,
-            documents=documents,
-            dropout_seed=self.config.training.seed if dropout else None,
-            recompute=self.config.activation_checkpoint.mode,
-            operators=self.config.operators.mode,
-        )
-        return DeviceBatch(
-            tokens_T=_move(batch.tokens_BS, self.device).flatten(),
-            labels_T=_move(batch.labels_BS, self.device).flatten(),
-            mask_T=_move(batch.loss_mask_BS, self.device).flatten().to(self.main_dtype),
-            context=context,
-        )
-
-
-def _move(array: object, device: torch.device) -> Tensor:
-    """Numpy to device; on CUDA through pinned memory, without waiting."""
-    tensor = torch.as_tensor(array)
-    if tensor.dtype not in (torch.bool, torch.float32):
-        tensor = tensor.to(torch.int64)
-    return _put(tensor, device)
-
-
-def _put(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor

@@ -8,8 +8,9 @@ asked to stop, and which tiers' time the writer found to be up (`tiers.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,11 @@ from torch import Tensor
 from megascale.data import MicroBatch
 from megascale.optim import StepResult
 from megascale.train.assemble import Assembly
+from megascale.train.batches import on_device
 from megascale.train.host import Moment
+from megascale.train.program import DeviceBatch
+
+Batches = Sequence[MicroBatch] | Sequence[DeviceBatch]
 
 
 class HostCopy:
@@ -58,25 +63,30 @@ class StepOutcome:
 
 def train_step(
     assembly: Assembly,
-    micro_batches: Sequence[MicroBatch],
+    batches: Batches,
     *,
     global_batch: int,
     lr: float,
     wants_stop: bool = False,
     vote: int = 0,
+    after_backward: Callable[[], None] | None = None,
     before_update: Callable[[], None] | None = None,
 ) -> StepOutcome:
     """Forward, backward, reduce, update. A non-finite norm masks the update on the device.
 
-    before_update  called before anything of masters, moments and their count is changed: whoever
-                   still copies the step before makes the stream wait
+    batches         micro-batches of the host, or prepared
+    after_backward  called when backward was issued and gradients are being reduced
+    before_update   called before anything of masters, moments and their count is changed: whoever
+                    still copies the step before makes the stream wait
     """
     zero, program = assembly.zero, assembly.program
     nominal = global_batch * assembly.config.training.seq_len
-    program.begin(micro_batches, nominal_tokens=nominal, training=True)
+    program.begin(_prepared(assembly, batches, training=True), nominal_tokens=nominal)
     zero.start_step()
-    assembly.runtime.run(len(micro_batches))
+    assembly.runtime.run(len(batches))
     sums = _start_world_sums(assembly, wants_stop, vote)
+    if after_backward is not None:
+        after_backward()
 
     def final(flat: int) -> None:
         with assembly.span("grad_norm", work="optimizer"):  # while others are being reduced
@@ -99,17 +109,23 @@ def train_step(
 
 
 @torch.no_grad()
-def validation_loss(assembly: Assembly, batches: Sequence[Sequence[MicroBatch]]) -> float:
-    """Mean loss over all unmasked tokens of `batches` (global batches); waits for the device."""
+def validation_loss(assembly: Assembly, steps: Iterable[Batches]) -> float:
+    """Mean loss over all unmasked tokens of `steps` (global batches); waits for the device."""
     program = assembly.program
     total = torch.zeros(2, dtype=torch.float64, device=assembly.device)
-    for micro_batches in batches:
-        program.begin(micro_batches, nominal_tokens=1, training=False)
-        assembly.runtime.run_forward(len(micro_batches))
+    for batches in steps:
+        program.begin(_prepared(assembly, batches, training=False), nominal_tokens=1)
+        assembly.runtime.run_forward(len(batches))
         loss_sum, num_valid, *_ = _start_world_sums(assembly, wants_stop=False)()
         total += torch.stack([loss_sum, num_valid])
     loss_sum, num_valid = total.tolist()
     return float(loss_sum / max(num_valid, 1.0))
+
+
+def _prepared(assembly: Assembly, batches: Batches, *, training: bool) -> Sequence[DeviceBatch]:
+    if isinstance(batches[0], DeviceBatch):
+        return cast(Sequence[DeviceBatch], batches)
+    return on_device(assembly.program, cast(Sequence[MicroBatch], batches), training=training)
 
 
 def _start_world_sums(
