@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megascale.storage import open_storage
 from tests.storage.contract import CASES, Case
+from tests.storage.s3_server import S3Server, s3_server
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    with s3_server() as server:
+        yield server
 
 
 def _named(case: Case) -> str:
@@ -27,3 +35,8 @@ def test_a_folder_by_its_file_url(case: Case, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", CASES, ids=_named)
 def test_memory(case: Case, tmp_path: Path) -> None:
     case(open_storage(f"memory://{tmp_path}/root"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=_named)
+def test_s3(case: Case, s3: S3Server) -> None:
+    case(open_storage(f"{s3.new_bucket()}/some/prefix"))
