@@ -46,7 +46,8 @@ def read_pieces(
     patience_s  beyond the time that the slowest storage would need
     """
     deadline_s = time.monotonic() + patience_s + plan.most_bytes / _SLOWEST_BYTES_PER_S
-    reading = _Reading(files, plan, pieces, Messages(ranks, deadline_s))
+    grace_s = patience_s / 10  # a rank that cannot read says so before the others give it up
+    reading = _Reading(files, plan, pieces, Messages(ranks, deadline_s + grace_s), deadline_s)
     try:
         for turn in plan.rounds:
             reading.round(turn)
@@ -55,7 +56,8 @@ def read_pieces(
     finally:
         reading.window.close()
     with enclosed():
-        outcome = agree(reading.outcome, reading.messages)
+        outcome = agree(reading.outcome, reading.messages, grace_s)
+    reading.messages.close()
     outcome.raise_if_bad()
 
 
@@ -63,9 +65,15 @@ class _Reading:
     """One load on one rank. Its methods never raise: what fails is kept as `outcome`."""
 
     def __init__(
-        self, files: Files, plan: RankPlan, pieces: Sequence[Piece], messages: Messages
+        self,
+        files: Files,
+        plan: RankPlan,
+        pieces: Sequence[Piece],
+        messages: Messages,
+        deadline_s: float,
     ) -> None:
         self.messages = messages
+        self._deadline_s = deadline_s
         self.outcome = Outcome(Kind.GOOD)
         self._targets = [piece.tensor.detach() for piece in pieces]
         self._on_device = any(target.is_cuda for target in self._targets)
@@ -117,7 +125,7 @@ class _Reading:
 
     def _take(self, read: Read) -> dict[object, Tensor]:
         """Own parts go into the pieces; those of others, equal ones once, into messages."""
-        buffer, block = self.window.next(self.messages.seconds_left())
+        buffer, block = self.window.next(self._deadline_s - time.monotonic())
         copy_parts(read.own, block, self._targets)
         packed: dict[object, Tensor] = {}
         for _, parts in read.sends:

@@ -22,7 +22,6 @@ from megascale.errors import CheckpointError
 T = TypeVar("T")
 _TAG = 1 << 20  # above those of blocks
 _BYTES = 2048
-_GRACE_S = 30.0  # by which rank 0 gives up before the others, who hear from it who is missing
 
 
 class Kind(IntEnum):
@@ -53,11 +52,15 @@ class Outcome:
             raise CheckpointError(self.text)
 
 
-def agree(own: Outcome, messages: Messages) -> Outcome:
-    """Collective; never raises. What all ranks that are left make of it."""
+def agree(own: Outcome, messages: Messages, grace_s: float) -> Outcome:
+    """Collective; never raises. What all ranks that are left make of it.
+
+    grace_s  by which rank 0 gives up before the others, who hear from it who is missing
+    """
     if messages.ranks.num_ranks == 1:
         return own
-    return _collect(own, messages) if messages.ranks.rank == 0 else _ask(own, messages)
+    answer = _collect if messages.ranks.rank == 0 else _ask
+    return answer(own, messages, grace_s)
 
 
 def judge(outcomes: dict[int, Outcome], num_ranks: int) -> Outcome:
@@ -69,19 +72,19 @@ def judge(outcomes: dict[int, Outcome], num_ranks: int) -> Outcome:
     return Outcome(kind, summarize(failures, num_ranks))
 
 
-def _ask(own: Outcome, messages: Messages) -> Outcome:
+def _ask(own: Outcome, messages: Messages, grace_s: float) -> Outcome:
     verdict = torch.empty(_BYTES, dtype=torch.uint8)
     try:
         sent = messages.send(own.encode(), 0, _TAG)
-        messages.wait(messages.receive(verdict, 0, _TAG + 1), _GRACE_S)
-        messages.wait(sent, _GRACE_S)
+        messages.wait(messages.receive(verdict, 0, _TAG + 1), grace_s)
+        messages.wait(sent, grace_s)
     except PeerGoneError as error:
         # what this rank saw itself says more than that rank 0 is gone too
         return own if own.kind > Kind.STOPPED else Outcome(Kind.FAILED, str(error))
     return Outcome.decode(verdict)
 
 
-def _collect(own: Outcome, messages: Messages) -> Outcome:
+def _collect(own: Outcome, messages: Messages, grace_s: float) -> Outcome:
     outcomes = {0: own}
     posted = {}
     for peer in range(1, messages.ranks.num_ranks):
@@ -105,7 +108,7 @@ def _collect(own: Outcome, messages: Messages) -> Outcome:
             continue
     for answer in answers:
         try:
-            messages.wait(answer, _GRACE_S)
+            messages.wait(answer, grace_s)
         except PeerGoneError:
             continue
     return verdict
