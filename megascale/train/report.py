@@ -4,6 +4,7 @@ that of the next, all ranks together."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -73,9 +74,15 @@ class Reporter:
         if due:
             self._write(values, moment)
 
-    def validated(self, step: int, loss: float) -> None:
-        """A validation after `step`; its time is not charged to the steps around it."""
-        self._log(Metrics(step=step, validation_loss=loss))
+    def validated(
+        self, step: int, loss: float, of_parts: Mapping[str, float] | None = None
+    ) -> None:
+        """A validation after `step`; its time is not charged to the steps around it.
+
+        of_parts  the loss of each part of a mixture
+        """
+        extra = {f"validation_loss/{name}": value for name, value in (of_parts or {}).items()}
+        self._log(Metrics(step=step, validation_loss=loss, extra=extra))
         self.restart_clock()
 
     def restart_clock(self) -> None:

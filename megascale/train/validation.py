@@ -1,0 +1,75 @@
+"""The loss on held-out samples: of the whole, and of each part of a mixture.
+
+A mixture's parts are read apart, each with its share of `validation.batches` (at least one): the
+whole's loss is the parts' losses by their exact shares, without the chance of which samples a few
+mixed batches would hold, and the loss of each part costs nothing more.
+
+Invariant: the same samples at every validation and in every layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megascale.config import RunConfig
+from megascale.data import GlobalBatch, GlobalBatchLoader, Mixture, SampleOrder
+from megascale.data.opening import open_order
+from megascale.topology import Coordinates, Mesh
+from megascale.train.assemble import Assembly
+from megascale.train.step import validation_loss
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """This data rank's share of the samples of one part; `name` is empty where it is the whole."""
+
+    name: str
+    share: float
+    batches: list[GlobalBatch]
+
+
+def held_out(config: RunConfig, mesh: Mesh, place: Coordinates) -> list[HeldOut]:
+    """Read what a validation needs. Raises DataError."""
+    order, num_batches = open_order(config, "valid"), config.validation.batches
+    if not isinstance(order, Mixture):
+        return [HeldOut("", 1.0, _read(config, order, num_batches, mesh, place))]
+    found = []
+    for name, share, part in zip(
+        _names(config.data.folders), order.shares, order.parts, strict=True
+    ):
+        count = max(1, round(share * num_batches))
+        found.append(HeldOut(name, float(share), _read(config, part, count, mesh, place)))
+    return found
+
+
+def validate(assembly: Assembly, parts: list[HeldOut]) -> tuple[float, dict[str, float]]:
+    """(loss of the whole, loss by the name of a part, where there are parts). Collective."""
+    losses = [
+        validation_loss(assembly, [batch.micro_batches for batch in part.batches]) for part in parts
+    ]
+    whole = sum(part.share * loss for part, loss in zip(parts, losses, strict=True))
+    return whole, {part.name: x for part, x in zip(parts, losses, strict=True) if part.name}
+
+
+def _read(
+    config: RunConfig, order: SampleOrder, num_batches: int, mesh: Mesh, place: Coordinates
+) -> list[GlobalBatch]:
+    size = config.training.global_batch_size
+    loader = GlobalBatchLoader(
+        order,
+        micro_batch_size=config.training.micro_batch_size,
+        dp_rank=place.dp_rank,
+        dp_size=mesh.data,
+        batch_size_at=lambda _consumed: size,
+        prefetch=0,
+    )
+    batches = [loader.read(i * size, size) for i in range(num_batches)]
+    loader.close()
+    return batches
+
+
+def _names(folders: tuple[str, ...]) -> list[str]:
+    """The last part of each folder's path, or the paths where two end alike."""
+    names = [Path(folder).name for folder in folders]
+    return names if len({*names}) == len(names) else list(folders)
