@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -26,6 +26,7 @@ from megascale.errors import DataError
 END_OF_DOCUMENT = "<|endoftext|>"
 # asked in this order where tokenizer_config.json names no eos_token: GPT, Llama 3, Llama 2, Gemma
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
+_GROUP_CHARACTERS = 1 << 17
 _CACHED_WORDS = 200_000  # some 30 MB where all are used
 _SMALLEST_VOCAB = 257  # every byte, and the end of document
 _SPEC = "train:BPE:VOCAB, a tokenizer.json, or a folder that holds one"
@@ -66,11 +67,13 @@ class TextTokenizer:
     def encode_documents(self, texts: Sequence[str]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """(tokens of all documents end to end, each closed by the end of document; the number of
         tokens of each)"""
-        batch = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        lengths = np.fromiter((len(e) + 1 for e in batch), np.int32, len(batch))
-        end = (self.end_of_document_id,)
-        ids = chain.from_iterable(chain(e.ids, end) for e in batch)
-        return np.fromiter(ids, np.int32, int(lengths.sum(dtype=np.int64))), lengths
+        tokens, lengths = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)]
+        for group in _groups(texts):
+            batch = self._tokenizer.encode_batch_fast(group, add_special_tokens=False)
+            lengths.append(np.fromiter((len(e) + 1 for e in batch), np.int32, len(batch)))
+            ids = chain.from_iterable(chain(e.ids, (self.end_of_document_id,)) for e in batch)
+            tokens.append(np.fromiter(ids, np.int32, int(lengths[-1].sum(dtype=np.int64))))
+        return np.concatenate(tokens), np.concatenate(lengths)
 
     def widen_cache(self) -> None:
         """Remember more words: costs memory, never changes a token. For a process that encodes a
@@ -89,6 +92,20 @@ class TextTokenizer:
         (folder / "tokenizer.json").write_bytes(self.tokenizer_json)
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.end_of_document}
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
+    """`texts` in groups: the library's results take up to 300 bytes a token until they are read."""
+    group: list[str] = []
+    size = 0
+    for text in texts:
+        group.append(text)
+        size += len(text)
+        if size >= _GROUP_CHARACTERS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def training_vocab_size(spec: str) -> int | None:

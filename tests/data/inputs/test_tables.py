@@ -16,7 +16,7 @@ from megascale.data import sources
 from megascale.data.inputs import tables
 from megascale.data.inputs.documents import Kind, Skipped, SourceFile
 from megascale.errors import DataError
-from tests.data.inputs.reading import documents, kinds
+from tests.data.inputs.reading import break_row_group, documents, kinds
 
 _TEXTS = [f"document {i} " + "naïve words " * (i % 9) for i in range(100)]
 
@@ -25,15 +25,6 @@ def _parquet(path: Path, texts: list[Any], rows: int = 10, kind: Any = None) -> 
     table = pa.table({"id": list(range(len(texts))), "text": pa.array(texts, kind)})
     pq.write_table(table, path, row_group_size=rows, write_page_checksum=True)
     return path
-
-
-def _break_row_group(path: Path, group: int) -> None:
-    """Flip a bit of its text, in the middle of the pages."""
-    column = pq.ParquetFile(path).metadata.row_group(group).column(1)
-    start = column.dictionary_page_offset or column.data_page_offset
-    content = bytearray(path.read_bytes())
-    content[start + column.total_compressed_size // 2] ^= 1
-    path.write_bytes(content)
 
 
 def _arrow(path: Path, texts: list[Any], rows: int = 10, of_file: bool = False) -> Path:
@@ -77,7 +68,7 @@ def test_a_broken_row_group_is_left_out_whole(
     monkeypatch.setattr(tables, "_LARGE_GROUP_BYTES", large_group_bytes)
     monkeypatch.setattr(tables, "_BATCH_ROWS", 2)
     path = _parquet(tmp_path / "a.parquet", _TEXTS)
-    _break_row_group(path, 3)
+    break_row_group(path, 3)
     read = documents(path)
     assert [text for text in read if isinstance(text, str)] == _TEXTS[:30] + _TEXTS[40:]
     (skipped,) = (document for document in read if isinstance(document, Skipped))
