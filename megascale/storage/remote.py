@@ -31,6 +31,10 @@ _S3 = {"s3", "s3a"}
 # One request writes a whole file under its name. All others write beside and move.
 _WHOLE_FILES = {*_S3, "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "memory"}
 _REFUSE_TO_REPLACE = {*_S3, "memory"}
+_NEEDS = {
+    "hdfs": "; hdfs:// needs Java and Hadoop's libhdfs on each node (JAVA_HOME, HADOOP_HOME, "
+    "CLASSPATH), webhdfs://HOST:9870/PATH needs neither"
+}
 _UNTOUCHED = "Nothing was committed, older checkpoints are untouched, training can go on"
 
 
@@ -59,7 +63,7 @@ def open_remote(url: str, *, stall_s: float = DEFAULT_STALL_S) -> RemoteFolder:
     except StorageError:
         raise
     except Exception as error:  # each library has its own
-        raise StorageError(f"{doing}: {_reason(error)}") from error
+        raise StorageError(f"{doing}: {_reason(error)}{_NEEDS.get(protocol, '')}") from error
     return RemoteFolder(url, system, path, protocol, stall_s=stall_s)
 
 
@@ -92,6 +96,7 @@ class RemoteFolder:
         def make() -> bool:
             if self._system.exists(self._path(folder)):
                 return False
+            self._make_parent(f"{folder}/{CLAIM}")
             refusing = {"mode": "create"} if self._protocol in _REFUSE_TO_REPLACE else {}
             try:
                 self._system.pipe_file(self._path(f"{folder}/{CLAIM}"), b"", **refusing)
@@ -128,6 +133,7 @@ class RemoteFolder:
         self, name: str, parts: Iterable[memoryview], moved: Callable[[int], None] = lambda _: None
     ) -> None:
         doing = f"writing {name} to {self.url}"
+        self._ask(lambda: self._make_parent(name), doing)
         make = MultipartUpload if self._protocol in _S3 else StreamedFile
         file = make(self._system, self._path(name), doing=doing, stall_s=self._stall_s, moved=moved)
         try:
@@ -149,6 +155,7 @@ class RemoteFolder:
             if self._protocol in _WHOLE_FILES:
                 self._system.pipe_file(path, data)
                 return
+            self._make_parent(name)
             self._system.pipe_file(path + TEMPORARY, data)
             if self._system.exists(path):
                 self._system.rm(path)
@@ -165,11 +172,13 @@ class RemoteFolder:
     def read_into(self, name: str, start: int, out: memoryview) -> None:
         doing = f"reading {name} of {self.url}"
         path, out = self._path(name), out.cast("B")
+        # fsspec's hdfs opens a stream for what starts at 0, and then cannot find the start in it.
+        seekable = {"seekable": True} if self._protocol == "hdfs" else {}
 
         def read(position: int) -> int:
             block = out[position : position + BLOCK_BYTES]
             begin = start + position
-            data = self._system.cat_file(path, start=begin, end=begin + block.nbytes)
+            data = self._system.cat_file(path, start=begin, end=begin + block.nbytes, **seekable)
             if len(data) != block.nbytes:
                 raise EOFError
             block[:] = data
@@ -199,6 +208,11 @@ class RemoteFolder:
     def free_bytes(self) -> int | None:
         return None
 
+    def _make_parent(self, name: str) -> None:
+        """Object stores have no folders, all others want them first."""
+        if self._protocol not in _WHOLE_FILES:
+            self._system.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
@@ -223,4 +237,5 @@ class RemoteFolder:
 
 
 def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    """Its first line: libraries add pages."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
