@@ -44,6 +44,7 @@ def documents_of_a_mixture(parts: Path, model: str) -> list[str]:
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", MODELS)
 def test_every_layout_has_the_same_losses(tmp_path: Path, parts: Path, model: str) -> None:
     options = documents_of_a_mixture(parts, model)
@@ -63,7 +64,7 @@ def test_every_layout_has_the_same_losses(tmp_path: Path, parts: Path, model: st
     assert abs(curve(tmp_path / "unmasked")[1][0] / expected[1][0] - 1) > 10 * RTOL
 
 
-@pytest.mark.parametrize("layout", ["dp2", "pp2"])
+@pytest.mark.parametrize("layout", ["dp2", pytest.param("pp2", marks=pytest.mark.full)])
 def test_a_mixture_goes_on_with_the_next_sample_in_any_layout(
     tmp_path: Path, parts: Path, layout: str
 ) -> None:
