@@ -78,7 +78,7 @@ def state(num_bytes: int, device: torch.device) -> list[Piece]:
 
 def measure(num_bytes: int, rounds: int) -> tuple[float, list[float], list[float], int]:
     """Seconds of the first save, of the copies, of hash and marks behind them; bytes."""
-    device = torch.device("cuda" if torch.cuda.device_count() else "cpu")
+    device = torch.device("cuda:0" if torch.cuda.device_count() else "cpu")
     pieces = state(num_bytes, device)
     folder = Path(tempfile.mkdtemp(prefix="megascale-bench-", dir="/dev/shm"))
     try:
@@ -93,7 +93,8 @@ def measure(num_bytes: int, rounds: int) -> tuple[float, list[float], list[float
             device=device,
             is_behind=device.type == "cuda",
         )
-        first_s = _seconds(lambda: _save(slots, 0))
+        first_s = _seconds(partial(_save, slots, 0))
+        _check(slots, pieces)
         copies, behind = [], []
         for step in range(1, rounds + 1):
             slots.join()
@@ -109,6 +110,18 @@ def _save(slots: MemorySlots, step: int) -> None:
     slots.begin(step, step)
     slots.before_update()
     _complete(slots)
+
+
+def _check(slots: MemorySlots, pieces: list[Piece]) -> None:
+    """What was saved comes back."""
+    before = [piece.tensor[::97].clone() for piece in pieces]
+    for piece in pieces:
+        piece.tensor.zero_()
+    if slots.restore(None) is None:
+        raise SystemExit("nothing was kept in memory")
+    for piece, values in zip(pieces, before, strict=True):
+        if not torch.equal(piece.tensor[::97], values):
+            raise SystemExit(f"{piece.key} came back with other values")
 
 
 def _complete(slots: MemorySlots) -> None:
