@@ -51,9 +51,9 @@ class Body:
     def __init__(self, counted: Iterable[Piece], copies: Iterable[Piece] = ()) -> None:
         self._stretches: list[_Stretch] = []
         self.entries, num_counted = self._place(counted, 0)
-        others, self.num_bytes = self._place(
-            copies, -(-num_counted // _ALIGNMENT) * _ALIGNMENT if num_counted else 0
-        )
+        first_copy = -(-num_counted // _ALIGNMENT) * _ALIGNMENT
+        others, end = self._place(copies, first_copy)
+        self.num_bytes = end if others else num_counted
         rows = [
             [e.key, e.global_shape, e.box.offset, e.box.shape, _name(e.dtype), e.start]
             for e in (*self.entries, *others)

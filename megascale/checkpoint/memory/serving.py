@@ -17,7 +17,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from hmac import compare_digest
 from pathlib import Path
@@ -92,9 +92,12 @@ class Connection:
         self._file, self._keeper = file, keeper
         try:
             self._socket = socket.create_connection((host, address.port), timeout=_CONNECT_S)
-            self._socket.sendall(address.token)
-            if _exactly(self._socket, len(_GREETING)) != _GREETING:
-                raise OSError("it does not answer as a keeper does")
+            with ExitStack() as undo:
+                undo.callback(self._socket.close)
+                self._socket.sendall(address.token)
+                if _exactly(self._socket, len(_GREETING)) != _GREETING:
+                    raise OSError("it does not answer as a keeper does")
+                undo.pop_all()
         except OSError as error:
             raise CheckpointError(f"rank {keeper} cannot be reached at {host} ({error})") from error
         # Blocking, with the kernel's own deadline: a call a chunk, without the interpreter's lock.
