@@ -122,15 +122,10 @@ class Needs:
         for file, entry, common in self._saved.overlapping(want):
             first, last = _span(entry, common, self.limits.block_bytes)
             for index in range(first, last + 1):
-                num = (
-                    common.num_elements * entry.dtype.itemsize
-                    if first == last
-                    else sum(box.num_elements for _, box in self._common(entry, index, want))
-                    * entry.dtype.itemsize
-                )
-                if num:
+                num_bytes = self._num_bytes(entry, common, index, alone=first == last)
+                if num_bytes:
                     of_block = self.num_bytes.setdefault((file, index), {})
-                    of_block[rank] = of_block.get(rank, 0) + num
+                    of_block[rank] = of_block.get(rank, 0) + num_bytes
                     self._touches.setdefault(((file, index), rank), []).append((piece, want, entry))
 
     def parts(self, block: BlockId, rank: int) -> tuple[Part, ...]:
@@ -151,11 +146,16 @@ class Needs:
         ]
         return tuple(sorted(parts, key=lambda part: (part.start, part.source.offset, part.piece)))
 
-    def _common(self, entry: Entry, index: int, want: Want) -> Iterator[tuple[int, Box]]:
-        for first, saved in _cut(entry, index, self.limits.block_bytes):
-            common = saved.intersect(want.box)
-            if common is not None:
-                yield first, common
+    def _num_bytes(self, entry: Entry, common: Box, index: int, *, alone: bool) -> int:
+        """Of `common`, in block `index`. `alone`: all of it is there."""
+        itemsize, block_bytes = entry.dtype.itemsize, self.limits.block_bytes
+        if alone:
+            return common.num_elements * itemsize
+        if common == entry.box:
+            begin, end = index * block_bytes, (index + 1) * block_bytes
+            return min(entry.stop, end) - max(entry.start, begin)
+        parts = (saved.intersect(common) for _, saved in _cut(entry, index, block_bytes))
+        return sum(part.num_elements for part in parts if part is not None) * itemsize
 
 
 def choose_readers(needs: Needs) -> dict[BlockId, int]:
