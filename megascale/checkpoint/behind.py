@@ -69,6 +69,7 @@ class BackgroundSaves:
     ranks   all that save, over a group (gloo) that nobody else uses
     writer  started; others may use it too
     fence   called on the writer just before it commits; raises where this trainer no longer may
+    above   see `manifest.commit`; counts on the writer, and may be set between saves
     moved   called, from other threads, as this rank's bytes move
     """
 
@@ -79,11 +80,13 @@ class BackgroundSaves:
         writer: Writer,
         *,
         fence: Callable[[], None] = lambda: None,
+        above: int = 0,
         moved: Callable[[], None] = lambda: None,
     ) -> None:
         self._root, self._storage = root, storage_of(root)
         self._ranks, self._writer = ranks, writer
         self._fence, self._moved = fence, moved
+        self.above = above
         self._tiling = Tiling()
         self._ended: deque[Saved | SaveFailed] = deque()
         self._thread: threading.Thread | None = None
@@ -173,7 +176,13 @@ class BackgroundSaves:
 
             state = State(staged.step, meta, staged.entries, made_and_released)
             return commit_together(
-                self._storage, state, self._ranks, self._tiling, write, fence=self._fence
+                self._storage,
+                state,
+                self._ranks,
+                self._tiling,
+                write,
+                fence=self._fence,
+                above=self.above,
             )
 
 

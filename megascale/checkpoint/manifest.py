@@ -157,8 +157,9 @@ def claim(storage: Storage, step: int) -> str:
     raise AssertionError("unreachable: count() does not end")
 
 
-def commit(storage: Storage, folder: str, manifest: Manifest) -> None:
-    """Write the manifest, then the mark: one writer, once all files are durable."""
+def commit(storage: Storage, folder: str, manifest: Manifest, *, above: int = 0) -> None:
+    """Write the manifest, then the mark: one writer, once all files are durable. The save's number
+    is greater than all here, and than `above`: what the run came from may lie elsewhere."""
     unlisted = set(storage.names(folder)) - set(manifest.files)
     assert not unlisted, f"files that the manifest does not vouch for: {sorted(unlisted)}"
     for name, num_bytes in _sizes(storage, folder, list(manifest.files)):
@@ -170,7 +171,8 @@ def commit(storage: Storage, folder: str, manifest: Manifest) -> None:
             )
     data = manifest.encode()
     storage.put(f"{folder}/{MANIFEST}", data)
-    number = 1 + max((mark.number for mark in _marks(storage).values() if mark), default=0)
+    numbers = (mark.number for mark in _marks(storage).values() if mark)
+    number = 1 + max(above, max(numbers, default=0))
     mark = Mark(number, hashlib.sha256(data).hexdigest())
     storage.put(f"{folder}/{MARK}", json.dumps(mark._asdict()).encode())
 

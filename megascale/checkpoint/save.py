@@ -48,6 +48,7 @@ def save_checkpoint(
     *,
     group: dist.ProcessGroup | None = None,
     digests: Digests | None = None,
+    above: int = 0,
     moved: Callable[[], None] = lambda: None,
 ) -> Path: ...
 @overload
@@ -59,6 +60,7 @@ def save_checkpoint(
     *,
     group: dist.ProcessGroup | None = None,
     digests: Digests | None = None,
+    above: int = 0,
     moved: Callable[[], None] = lambda: None,
 ) -> Location: ...
 def save_checkpoint(
@@ -69,14 +71,15 @@ def save_checkpoint(
     *,
     group: dist.ProcessGroup | None = None,
     digests: Digests | None = None,
+    above: int = 0,
     moved: Callable[[], None] = lambda: None,
 ) -> Location:
     """Save and commit; returns the checkpoint on every rank of `group` (None: a single process).
 
     Each rank passes the pieces that it writes; all together tile each key exactly once. Rank 0 of
     `group` is the only one that commits. `meta` is JSON. Raises CheckpointError on all ranks.
-    `digests`: of this rank's pieces. `moved` is called whenever this rank has a block more behind
-    it, from any thread. Host memory: a few blocks.
+    `digests`: of this rank's pieces. `above`: see `manifest.commit`. `moved` is called whenever
+    this rank has a block more behind it, from any thread. Host memory: a few blocks.
     """
     json.dumps(meta)  # what cannot be written is refused here, where the caller's stack shows it
     moved()  # from here on this save tells
@@ -98,7 +101,7 @@ def save_checkpoint(
             tuple(hashes),
         )
 
-    return locate(root, commit_together(storage, state, ranks, _TILING, write))
+    return locate(root, commit_together(storage, state, ranks, _TILING, write, above=above))
 
 
 @dataclass(frozen=True)
@@ -124,16 +127,18 @@ def commit_together(
     write: Callable[[str, bytes], SavedFile],
     *,
     fence: Callable[[], None] = lambda: None,
+    above: int = 0,
 ) -> str:
     """Agree, claim a folder, have each rank `write(name, header)` its file, commit after
-    `fence`. Collective; returns the folder on all ranks, or raises CheckpointError on all."""
+    `fence` with a number above `above`. Collective; returns the folder on all ranks, or raises
+    CheckpointError on all."""
     tiling.agree(state.entries, ranks)
     headers: list[bytes] = []  # of this rank
     num_bytes = sum(ranks.gather(lambda: _make_header(state.entries, headers)))
     folder = ranks.writer_does(lambda: _claim_with_space(storage, state.step, num_bytes))
     try:
         parts = ranks.gather_at_writer(lambda: _write_own(state, headers[0], folder, ranks, write))
-        ranks.writer_does(lambda: _commit(storage, folder, state, parts, fence))
+        ranks.writer_does(lambda: _commit(storage, folder, state, parts, fence, above))
     except CheckpointError:  # raised on all ranks alike, after each has ended its writing
         if ranks.is_writer:
             # What cannot be removed is left without a mark.
@@ -166,11 +171,13 @@ def _commit(
     state: State,
     parts: Sequence[_Part],
     fence: Callable[[], None],
+    above: int,
 ) -> None:
     files = {name: saved for own, _ in parts for name, saved in own.items()}
     digests = as_hex(added(own for _, own in parts))
     fence()
-    manifest.commit(storage, folder, Manifest(state.step, state.meta, files, digests))
+    whole = Manifest(state.step, state.meta, files, digests)
+    manifest.commit(storage, folder, whole, above=above)
 
 
 def _make_header(entries: tuple[Entry, ...], headers: list[bytes]) -> int:

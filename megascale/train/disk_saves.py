@@ -65,7 +65,14 @@ class DiskSaves:
         self._under_way: deque[_UnderWay] = deque()
         self.saved: Progress | None = None  # what the newest checkpoint holds
         self.path: Path | None = None  # of the newest one that was saved here
+        self._above = 0
         self.required: Progress | None = None  # what must be saved: where it is not, that is raised
+
+    def number_above(self, number: int) -> None:
+        """Saves from here on are newer than the one of that number, wherever it lies."""
+        self._above = number
+        if self._behind is not None:
+            self._behind.above = number
 
     @property
     def is_busy(self) -> bool:
@@ -85,6 +92,7 @@ class DiskSaves:
                     meta,
                     group=self._ranks.group,
                     digests=digest_pieces(pieces),
+                    above=self._above,
                     moved=self._waiting.moved,
                 )
         except CheckpointError as error:

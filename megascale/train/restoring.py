@@ -83,11 +83,16 @@ class Restorer:
         self._assembly, self._recorder, self._ranks = assembly, recorder, ranks
         self._places, self._last, self._data = places, last, data
         self._is_half = False  # does the state come from memory in part?
+        self.newest_number = (
+            0  # of all saves that were seen, also of those that are not gone on from
+        )
 
     def resume(self, memory: MemorySlots | None) -> Restored | None:
         """The furthest that can be had; None where nothing was ever saved. Raises CheckpointError
         where something was, and nothing can be loaded."""
         disk, remote = self._look("disk"), self._look("remote")
+        numbers = [saved.number for saved in (*disk.saved, *remote.saved)]
+        self.newest_number = max(numbers, default=0)
         last = self._ranks.writer_does(self._last.read_if_whole)
         went_back = agent_environment().from_disk
         if was_taken_away(last, disk.names, remote.names):
