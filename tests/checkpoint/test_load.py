@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megascale.checkpoint import FullReader, load_checkpoint, read_meta, save_checkpoint
+from megascale.checkpoint import (
+    FullReader,
+    find_latest,
+    load,
+    load_checkpoint,
+    load_newest,
+    read_meta,
+    save_checkpoint,
+    verify,
+)
 from megascale.errors import CheckpointError
-from tests.checkpoint.layouts import reference, whole
+from tests.checkpoint.layouts import empty, reference, whole
+from tests.checkpoint.reading.saving import CountingFolder
 from tests.distributed import run_ranks
 
 
@@ -95,3 +106,47 @@ def test_full_reader(tmp_path: Path) -> None:
         assert torch.equal(reader.read(key), tensor)
     with pytest.raises(CheckpointError, match="has no tensor 'master/absent'"):
         reader.read("master/absent")
+
+
+def test_tensors_of_one_block_are_read_once(tmp_path: Path) -> None:
+    path = _save(tmp_path)
+    storage = CountingFolder(tmp_path)
+    with mock.patch.object(load, "opened", return_value=(storage, path.name)):
+        reader = FullReader(path, verified=True)
+        for key in reader.keys():  # noqa: SIM118 (no mapping)
+            reader.read(key)
+    assert storage.num_bytes == (path / "rank-00000.safetensors").stat().st_size
+
+
+def test_finding_reads_no_data_and_loading_each_byte_once(tmp_path: Path) -> None:
+    path = _save(tmp_path)
+    storage = CountingFolder(tmp_path)
+    with mock.patch.object(load, "opened", return_value=(storage, path.name)):
+        assert find_latest(tmp_path) == path
+        assert storage.num_bytes == 0
+        tensors = empty()
+        load_checkpoint(path, [whole(key, tensor) for key, tensor in tensors.items()])
+        assert storage.num_bytes == (path / "rank-00000.safetensors").stat().st_size
+        verify(path)
+    assert storage.num_bytes == 2 * (path / "rank-00000.safetensors").stat().st_size
+
+
+def test_an_object_store_loads_like_a_folder() -> None:
+    root = "memory://loads"
+    path = save_checkpoint(root, 1, [whole(key, t) for key, t in reference().items()], {"seed": 3})
+    assert (path, find_latest(root)) == (f"{root}/step-00000001", path)
+    tensors = empty()
+    loaded = load_newest(root, [whole(key, tensor) for key, tensor in tensors.items()])
+    assert loaded is not None
+    assert loaded.meta == {"seed": 3, "step": 1}
+    assert all(torch.equal(tensor, reference()[key]) for key, tensor in tensors.items())
+    assert torch.equal(FullReader(path).read("count/steps"), reference()["count/steps"])
+
+
+def test_a_key_that_some_ranks_cannot_place_is_told_by_its_nearest(tmp_path: Path) -> None:
+    """Every other want lies as it was saved, so the short way is tried first."""
+    path = _save(tmp_path)
+    pieces = [whole(key, tensor) for key, tensor in empty().items()]
+    pieces.append(whole("master/layers.0.norm2.weight", torch.zeros(11)))
+    with pytest.raises(CheckpointError, match=r"nearest: 'master/layers.0.norm1.weight'"):
+        load_checkpoint(path, pieces)
