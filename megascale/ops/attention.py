@@ -29,7 +29,8 @@ repeated, which made a step of the 175B-wide layers 9 % slower at s 2048.
 With documents, in either mode, bf16 on CUDA runs FlashAttention-2's attention of packed sequences:
 each document's part of a sequence is one, so no mask is made and no block outside a document is
 computed, forward or backward, and the window comes with it. (FlexAttention would need a block mask
-of every micro-batch, made on the device. `benchmarks/document_mask.py` times both.)
+of every micro-batch, made on the device. `benchmarks/document_mask.py` times both.) Where each
+sequence is of one document the table above holds.
 
 Elsewhere:
 - generation on CUDA (S < Z): the same list, a boolean mask where S > 1;
@@ -86,6 +87,8 @@ def attention(
     num_queries, num_keys = q_BSKH.shape[1], k_BZGH.shape[1]
     if window is not None and window >= num_keys:
         window = None
+    if documents is not None and documents.are_sequences:
+        documents = None
     if dropout is not None:
         return attention_reference(
             q_BSKH, k_BZGH, v_BZGH, window=window, documents=documents, dropout=dropout

@@ -31,6 +31,11 @@ class Documents:
     longest: int
     _masks: dict[int | None, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
+    @property
+    def are_sequences(self) -> bool:
+        """Whether no sequence holds two: then there is nothing to mask."""
+        return len(self.bounds_N) - 1 == len(self.starts_BS)
+
     def visible(self, window: int | None) -> Tensor:
         """Boolean `[B, 1, S, S]`, true where a query sees a key; kept for the other layers."""
         if window not in self._masks:

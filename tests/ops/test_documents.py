@@ -108,4 +108,8 @@ def test_dropout_inside_documents_is_the_formula(window: int | None) -> None:
 def test_one_document_a_sequence_is_causal_attention() -> None:
     q, k, v = _qkv(2)
     whole = packed(((SEQ_LEN,),) * len(LENGTHS))
-    torch.testing.assert_close(attention(q, k, v, documents=whole), attention(q, k, v))
+    assert whole.are_sequences
+    assert not packed().are_sequences
+    expected = attention(q, k, v)
+    torch.testing.assert_close(attention(q, k, v, documents=whole), expected, rtol=0, atol=0)
+    torch.testing.assert_close(attention_reference(q, k, v, documents=whole), expected)
