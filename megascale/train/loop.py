@@ -23,6 +23,7 @@ from types import FrameType
 
 from megascale.checkpoint.agree import waits_in
 from megascale.checkpoint.manifest import list_checkpoints
+from megascale.errors import NumericalError
 from megascale.optim import learning_rate
 from megascale.telemetry.recorder import Recorder
 from megascale.topology import Coordinates
@@ -92,12 +93,14 @@ class Loop:
                     self._finish()
         finally:
             self._close_loader()
+            self.persistence.close()
             self.reporter.close()
 
     def _begin(self, *, resume: bool) -> bool:
         """Restore, and record this start. False where all steps are done: nothing is written."""
         changed = changed_keys(self.folder.config_file, self.config) if resume else {}
-        if resume and list_checkpoints(self.folder.checkpoints)[0]:
+        saved = list_checkpoints(self.folder.checkpoints).committed
+        if resume and (saved or self.config.checkpoint.remote):
             refuse_another_optimizer(changed)
         self.progress = self.persistence.restore(resume=resume)
         step, steps = self.progress.step, self.config.training.steps
@@ -159,6 +162,7 @@ class Loop:
                 global_batch=batch.num_samples,
                 lr=lr,
                 wants_stop=self._stop_asked,
+                vote=self.persistence.vote(),
                 after_backward=None if is_last else self._batches.prefetch,
                 before_update=self.persistence.before_update,
             )
@@ -177,7 +181,7 @@ class Loop:
             self._nonfinite_steps.passed(values.step)
         elif not self._nonfinite(pending, values):
             return False
-        self.persistence.settled()
+        self.persistence.settled(values.step, masked=values.masked, vote=values.tier_votes)
         return True
 
     def _catch_up(self) -> bool:
@@ -190,7 +194,12 @@ class Loop:
         own = pending.outcome.update.name_of_worst()
         name = first_bad_name(own, self.assembly.mesh.world_size)
         self.recorder.incident("nonfinite", step=values.step, parameter=name)
-        if self._nonfinite_steps.verdict(values.step, name) == "skip":
+        try:
+            verdict = self._nonfinite_steps.verdict(values.step, name)
+        except NumericalError:
+            self.persistence.finish()  # what is being written is of good steps
+            raise
+        if verdict == "skip":
             return True
         restored = self.persistence.roll_back()
         self.progress = Progress(restored.step, values.consumed_samples)
@@ -209,23 +218,21 @@ class Loop:
         return self._is_interval()
 
     def _is_interval(self) -> bool:
-        """Is there a validation, a checkpoint or a comparison behind this step?"""
+        """Is there a validation, a comparison, or a checkpoint that is waited for?"""
         step, config = self.progress.step, self.config
-        intervals = (
-            config.validation.interval,
-            config.checkpoint.interval if config.checkpoint.enable else 0,
-            config.debug.check_replicas_interval,
-        )
-        return any(interval and step % interval == 0 for interval in intervals)
+        intervals = (config.validation.interval, config.debug.check_replicas_interval)
+        is_multiple = any(interval and step % interval == 0 for interval in intervals)
+        return is_multiple or self.persistence.waits_after(step)
 
     def _between_steps(self) -> None:
         step, config = self.progress.step, self.config
         if config.training.gc == "agreed" and step % config.training.gc_freq == 0:
             with self.recorder.span("gc", host=True):
                 gc.collect(1)
-        every = config.checkpoint.memory_interval
-        if config.checkpoint.enable and every and step % every == 0:
-            self.persistence.keep(self.progress, is_settled=self._pending is None)
+        self.persistence.keep(self.progress, is_settled=self._pending is None)
+        waits = self.persistence.waits_after(step)  # perhaps `keep` found no memory to write from
+        if waits and not self._catch_up():
+            return  # rolled back
         if self._pending is not None:
             return  # no boundary
         if self._on_device and (self._runs_ahead or self._is_interval()):
@@ -236,8 +243,7 @@ class Loop:
         every = config.validation.interval
         if every and step % every == 0 and step < config.training.steps:  # else in `_finish`
             self._validate()
-        interval = config.checkpoint.interval
-        if config.checkpoint.enable and interval and step % interval == 0:
+        if waits:
             self.persistence.save(self.progress, required=False)
             self.reporter.restart_clock()
 

@@ -139,7 +139,7 @@ def test_no_new_start_beside_damaged_checkpoints(
     run: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     (checkpoint,) = list_checkpoints(run / "checkpoints")[0]
-    os.truncate(checkpoint / "__0_0.distcp", 900)
+    os.truncate(checkpoint / "rank-00000.safetensors", 900)
     saved = tree(run / "checkpoints")
     assert train_here(monkeypatch, run, more=("--resume",)) == 4
     assert "none of the 1 checkpoints in" in capsys.readouterr().err

@@ -54,10 +54,10 @@ def test_no_space_foreseen(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """One MiB, which holds one checkpoint."""
+    """800 KiB, which hold one checkpoint of 460."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = f"mount -t tmpfs -o size=1m tmpfs '{disk}'"
+    mount = f"mount -t tmpfs -o size=800k tmpfs '{disk}'"
     if subprocess.run(mount, shell=True, capture_output=True, check=False).returncode:
         pytest.skip("may not mount a small disk here")
     yield disk

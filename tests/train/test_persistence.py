@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megascale.config import CommConfig, RunConfig
-from megascale.train.persistence import _control_group
+from megascale.train.control_groups import control_group
 
 
 def test_the_control_group_has_the_deadline_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,5 +18,5 @@ def test_the_control_group_has_the_deadline_of_the_run(monkeypatch: pytest.Monke
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(dist, "new_group", made.update)
     config = RunConfig(comm=CommConfig(timeout_s=1234.0))
-    _control_group(SimpleNamespace(config=config, mesh=SimpleNamespace(world_size=2)))  # type: ignore[arg-type]
+    control_group(SimpleNamespace(config=config, mesh=SimpleNamespace(world_size=2)))  # type: ignore[arg-type]
     assert made == {"backend": "gloo", "timeout": timedelta(seconds=1234.0)}

@@ -128,7 +128,7 @@ def corrupt_checkpoint(job: LiveJob, target: Target) -> Hit:
     before = set(folder.glob("step-*/COMMITTED"))
     committed = await_for(lambda: set(folder.glob("step-*/COMMITTED")) - before, "a checkpoint")
     newest = max(mark.parent for mark in committed)
-    shards = sorted(newest.glob("*.distcp"))
+    shards = sorted(newest.glob("rank-*.safetensors"))
     shard = shards[random.Random(target.seed).randrange(len(shards))]
     with shard.open("r+b") as file:
         middle = shard.stat().st_size // 2
