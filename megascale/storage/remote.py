@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -54,17 +55,21 @@ def open_remote(url: str, *, stall_s: float = DEFAULT_STALL_S) -> RemoteFolder:
     except ImportError as error:
         raise _what_to_install(protocol, error) from None
     doing = f"opening {url}"
-    try:
-        system, path = answer(
+
+    def reach() -> tuple[Any, str]:
+        return answer(
             lambda: fsspec.url_to_fs(url, **_options(protocol, stall_s)),
             doing=doing,
             stall_s=stall_s,
         )
+
+    try:
+        system, path = reach()
     except StorageError:
         raise
     except Exception as error:  # each library has its own
         raise StorageError(f"{doing}: {_reason(error)}{_NEEDS.get(protocol, '')}") from error
-    return RemoteFolder(url, system, path, protocol, stall_s=stall_s)
+    return RemoteFolder(url, system, path, protocol, stall_s=stall_s, again=lambda: reach()[0])
 
 
 def _what_to_install(protocol: str, error: ImportError) -> MissingExtraError:
@@ -81,16 +86,35 @@ def _options(protocol: str, stall_s: float) -> dict[str, Any]:
 
 
 class RemoteFolder:
-    """`path` of an fsspec file system."""
+    """`path` of an fsspec file system.
+
+    again  the same file system once more: after a fork, in which its connections and threads are
+           not to be used
+    """
 
     is_local = False
 
     def __init__(
-        self, url: str, system: Any, path: str, protocol: str, *, stall_s: float = DEFAULT_STALL_S
+        self,
+        url: str,
+        system: Any,
+        path: str,
+        protocol: str,
+        *,
+        stall_s: float = DEFAULT_STALL_S,
+        again: Callable[[], Any] | None = None,
     ) -> None:
         self.url = url.rstrip("/")
-        self._system, self._root, self._stall_s = system, path.rstrip("/"), stall_s
+        self._reached, self._pid = system, os.getpid()
+        self._again = again
+        self._root, self._stall_s = path.rstrip("/"), stall_s
         self._protocol = protocol
+
+    @property
+    def _system(self) -> Any:
+        if self._pid != os.getpid() and self._again is not None:
+            self._reached, self._pid = self._again(), os.getpid()
+        return self._reached
 
     def claim(self, folder: str) -> bool:
         def make() -> bool:

@@ -162,3 +162,19 @@ def test_another_process_writes_to_s3_and_copies_both_ways(s3: S3Server, tmp_pat
     assert open_storage(f"{bucket}/up").get("step-1/rank-0") == header + values
     for copied in (down, up):
         assert (copied.header_sha256, copied.blocks) == (written.header_sha256, written.blocks)
+
+
+def test_a_forked_process_reaches_s3_by_itself(s3: S3Server) -> None:
+    """Connections and threads of the parent are not there, or not its own."""
+    storage = open_storage(s3.new_bucket())
+    storage.put("file", b"of the parent")
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            storage.put("other", storage.get("file") + b", read by the child")
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert storage.get("other") == b"of the parent, read by the child"
