@@ -32,7 +32,7 @@ import numpy as np
 
 from megascale.data.prepared import PreparedData, open_prepared
 from megascale.data.samples import Dataset, Sample
-from megascale.data.shuffle import permute, sample_index
+from megascale.data.shuffle import permute_one
 from megascale.errors import DataError
 
 _LEAST_BLOCK, _MOST_BLOCK = 1 << 12, 1 << 32
@@ -63,8 +63,8 @@ class ShuffledSamples:
 
     def index(self, number: int) -> int:
         """Which sample of the data set is number `number`."""
-        _, index = sample_index(number, len(self.dataset), self._seed)
-        return int(index)
+        epoch, position = divmod(number, len(self.dataset))
+        return permute_one(position, len(self.dataset), self._seed, epoch)
 
 
 class Mixture:
@@ -94,7 +94,7 @@ class Mixture:
     def place(self, number: int) -> tuple[int, int]:
         """Which part sample `number` is of, and its number there, counted from 0 in that part."""
         block, position = divmod(number, self.block)
-        rank = int(permute(position, self.block, self._block_seed, block))
+        rank = permute_one(position, self.block, self._block_seed, block)
         before, behind = self._edges(block), self._edges(block + 1)
         starts = [b - a for a, b in zip(before, behind, strict=True)]  # of the parts in this block
         part = bisect_right(starts, rank) - 1

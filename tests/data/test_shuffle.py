@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.data.shuffle import permute, sample_index
+from megascale.data.shuffle import permute, permute_one, sample_index
 
 
 @given(
@@ -45,6 +45,18 @@ def test_arrays_equal_single_positions() -> None:
     whole = permute(np.arange(12).reshape(3, 4), 12, 5, 2)
     assert whole.shape == (3, 4)
     assert whole.reshape(-1).tolist() == [int(permute(i, 12, 5, 2)) for i in range(12)]
+
+
+@given(
+    n=st.integers(1, 2**50),
+    seed=st.integers(0, 2**64 - 1),
+    epoch=st.integers(0, 2**40),
+    share=st.floats(0, 1, exclude_max=True),
+)
+@settings(max_examples=200, deadline=None)
+def test_numbers_and_arrays_are_permuted_alike(n: int, seed: int, epoch: int, share: float) -> None:
+    index = min(n - 1, int(share * n))
+    assert permute_one(index, n, seed, epoch) == int(permute([index], n, seed, epoch)[0])
 
 
 def test_each_position_is_close_to_uniform() -> None:
@@ -91,3 +103,5 @@ def test_sample_numbers_count_through_epochs() -> None:
 def test_positions_outside_are_a_defect(index: int) -> None:
     with pytest.raises(AssertionError):
         permute(index, 5, 0, 0)
+    with pytest.raises(AssertionError):
+        permute_one(index, 5, 0, 0)
