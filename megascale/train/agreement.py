@@ -14,14 +14,15 @@ from megascale.config import RunConfig
 from megascale.errors import ConfigError
 from megascale.train.corpus import data_identity
 
-# Where files lie may differ between nodes; what is in them may not, nor the shares of a mixture: the
-# identity of the data has both.
+# Where files lie may differ between nodes; what is in them may not, nor a mixture's shares, which the
+# identity of the data has too.
 _PLACES = frozenset({"job.run_dir", "data.path", "data.mixture", "checkpoint.initial_load_path"})
 
 
 def check_agreement(config: RunConfig) -> None:
     """Raise ConfigError on every rank where one was given another run than rank 0. Collective."""
-    own = {**_flatten(config.model_dump()), **_flatten({"data": data_identity(config)})}
+    own = _flatten(config.model_dump())
+    own |= {f"data.{key}": value for key, value in data_identity(config).items()}
     everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     for rank, theirs in enumerate(everyone):

@@ -14,9 +14,12 @@ from megascale.data import open_prepared
 from megascale.data.prepare import prepare
 from megascale.data.prepared import Meta
 from megascale.errors import CheckpointError, ConfigError, DataError
+from megascale.train.agreement import check_agreement
 from megascale.train.corpus import data_identity, resolve_vocabulary, unigram_entropy_nats
 from megascale.train.state import Progress, check_same_samples, checkpoint_meta
+from tests.distributed import run_ranks
 from tests.shared import shared_folder
+from tests.train.harness import TINY
 
 TEXTS = {
     "prose": "some words, some more words, and words that nobody wrote before\n",
@@ -161,6 +164,26 @@ def test_a_checkpoint_is_resumed_with_its_mixture_alone(parts: Path) -> None:
     meta = checkpoint_meta(single, Progress(), 0, data_identity(single))
     with pytest.raises(CheckpointError, match="data of documents"):
         check_same_samples(meta, config, data_identity(config), "it")
+
+
+def _agree(rank: int, world_size: int, of_rank: list[list[str]]) -> str:
+    try:
+        check_agreement(load_config(None, [*TINY, *of_rank[rank]]))
+    except ConfigError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_ranks_may_have_a_mixture_elsewhere_but_no_other(parts: Path, tmp_path: Path) -> None:
+    prose, code = parts / "prose", parts / "code"
+    moved = Path(shutil.copytree(code, tmp_path / "elsewhere"))
+    real = "data.synthetic=false"
+    ours = [real, setting((prose, 0.7), (code, 0.3))]
+    elsewhere = [real, setting((prose, 0.7), (moved, 0.3))]
+    assert run_ranks(_agree, 2, [ours, elsewhere]) == ["agreed"] * 2
+    other = [real, setting((prose, 0.6), (code, 0.4))]
+    for said in run_ranks(_agree, 2, [ours, other]):
+        assert "rank 1 was given another run than rank 0: data.mixture is '3/5 of " in said
 
 
 @pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf", "-inf"])
