@@ -14,8 +14,8 @@ from megascale.config import RunConfig
 from megascale.errors import ConfigError
 from megascale.train.corpus import data_identity
 
-# Where files lie may differ between nodes; what is in them may not, nor a mixture's shares, which the
-# identity of the data has too.
+# Where files lie may differ between nodes; what is in them may not, nor a mixture's shares: the
+# identity of the data has both.
 _PLACES = frozenset({"job.run_dir", "data.path", "data.mixture", "checkpoint.initial_load_path"})
 
 
