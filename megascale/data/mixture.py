@@ -24,13 +24,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from megascale.data.prepared import PreparedData, open_prepared
+from megascale.data.prepared import Meta, open_prepared
 from megascale.data.samples import Dataset, Sample
 from megascale.data.shuffle import permute_one
 from megascale.errors import DataError
@@ -114,30 +116,45 @@ class Mixture:
         ]
 
 
-def open_parts(folders: Sequence[str], vocab_size: int | None = None) -> list[PreparedData]:
+@dataclass(frozen=True)
+class Part:
+    """A prepared folder of a run."""
+
+    folder: Path
+    meta: Meta
+
+
+def open_parts(folders: Sequence[str], vocab_size: int | None = None) -> list[Part]:
     """Open the prepared folders of a run, one or several; `vocab_size` is the model's if fixed.
 
+    The tokenizer is the first one's; the others must be of the same fingerprint, so theirs are not
+    loaded, which would take a second for each of a large vocabulary.
     Raises DataError where one is missing, damaged, does not fit the model, or has other tokens
     than the first.
     """
-    parts = [open_prepared(folder, vocab_size=vocab_size) for folder in folders]
-    first = parts[0]
-    for part in parts[1:]:
-        theirs, ours = part.meta.tokenizer_sha256, first.meta.tokenizer_sha256
-        if theirs != ours:
+    opened = open_prepared(folders[0], vocab_size=vocab_size)
+    first = Part(opened.folder, opened.meta)
+    others = [Part(Path(folder), Meta.read(Path(folder))) for folder in folders[1:]]
+    for part in others:
+        _check_same_tokens(part, first)
+    return [first, *others]
+
+
+def _check_same_tokens(part: Part, first: Part) -> None:
+    theirs, ours = part.meta.tokenizer_sha256, first.meta.tokenizer_sha256
+    if theirs != ours:
+        raise DataError(
+            f"the parts of data.mixture have different tokenizers: {first.folder} is of "
+            f"{ours[:16]}, {part.folder} of {theirs[:16]}; prepare {part.folder} again with: "
+            f"megascale data prepare --tokenizer {first.folder} ..., or leave it out"
+        )
+    for name in ("vocab_size", "end_of_document_id"):
+        number, wanted = getattr(part.meta, name), getattr(first.meta, name)
+        if number != wanted:
             raise DataError(
-                f"the parts of data.mixture have different tokenizers: {first.folder} is of "
-                f"{ours[:16]}, {part.folder} of {theirs[:16]}; prepare {part.folder} again with: "
-                f"megascale data prepare --tokenizer {first.folder} ..., or leave it out"
+                f"meta.json of {first.folder} has {name} {wanted}, that of {part.folder} "
+                f"{number}, with the same tokenizer; one of them is damaged: prepare it again"
             )
-        for name in ("vocab_size", "end_of_document_id"):
-            theirs_n, ours_n = getattr(part.meta, name), getattr(first.meta, name)
-            if theirs_n != ours_n:
-                raise DataError(
-                    f"meta.json of {first.folder} has {name} {ours_n}, that of {part.folder} "
-                    f"{theirs_n}, with the same tokenizer; one of them is damaged: prepare it again"
-                )
-    return parts
 
 
 def shares_of(weights: Sequence[float]) -> list[Fraction]:
