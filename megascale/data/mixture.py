@@ -127,8 +127,7 @@ class Part:
 def open_parts(folders: Sequence[str], vocab_size: int | None = None) -> list[Part]:
     """Open the prepared folders of a run, one or several; `vocab_size` is the model's if fixed.
 
-    The tokenizer is the first one's; the others must be of the same fingerprint, so theirs are not
-    loaded, which would take a second for each of a large vocabulary.
+    The tokenizer is the first one's; the others' must have its fingerprint and are not loaded.
     Raises DataError where one is missing, damaged, does not fit the model, or has other tokens
     than the first.
     """
