@@ -83,8 +83,12 @@ class Persistence:
         tier = self._memory if self._is_tier else None
         restored = self._restorer.resume(tier) if resume else None
         self._disk.number_above(self._restorer.newest_number)
-        if restored is not None:
-            return self._goes_on_from(restored)
+        progress = self._start_anew(resume) if restored is None else self._goes_on_from(restored)
+        if self._memory is not None:
+            self._memory.prepare()  # what it needs is said here
+        return progress
+
+    def _start_anew(self, resume: bool) -> Progress:
         if resume:
             logger.warning("no committed checkpoint in %s: starting anew", self.folder.checkpoints)
         elif self._has_remote:
@@ -215,7 +219,6 @@ class Persistence:
         opened = open_slots(self.assembly, folder, self.recorder, self._ranks, self._data)
         if opened is not None:
             self._memory, self._is_tier = opened.slots, opened.is_tier
-            self._memory.prepare()
         if self.settings.is_behind:
             self._writer = FileWriter()
             self._writer.start()

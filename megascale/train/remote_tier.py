@@ -70,6 +70,8 @@ class RemoteTier:
     def poll(self) -> None:
         """Tell what has ended; never waits."""
         for ended in self._copies.finished():
+            if not self._ranks.is_writer:
+                continue  # one rank says it for all
             if isinstance(ended, Copied):
                 self._recorder.incident(
                     "checkpoint_copied",
@@ -81,13 +83,12 @@ class RemoteTier:
                 self._recorder.incident(
                     "checkpoint_copy_failed", step=ended.step, reason=ended.reason
                 )
-                if self._ranks.is_writer:
-                    logger.error(
-                        "step %d was not copied to %s, training goes on: %s",
-                        ended.step,
-                        self._settings.remote,
-                        ended.reason,
-                    )
+                logger.error(
+                    "step %d was not copied to %s, training goes on: %s",
+                    ended.step,
+                    self._settings.remote,
+                    ended.reason,
+                )
 
     def wait(self) -> None:
         """Until all that was submitted has ended."""

@@ -16,7 +16,7 @@ from megascale.telemetry.store.run import Run, Start
 MOST = 200
 MOST_CHECKPOINTS = 20
 MOST_DETAIL = 300  # characters
-ROUTINE = ("alone", "checkpoint", "resources", "roof", "waterfall")
+ROUTINE = ("alone", "checkpoint", "checkpoint_copied", "resources", "roof", "waterfall")
 """Names of incidents that say how things are, not that something is wrong."""
 
 _NOTABLE = f"name NOT IN ({', '.join(map(repr, ROUTINE))})"
