@@ -5,8 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from megascale.config import load_config
+from megascale.train.assemble import assemble
+from megascale.train.corpus import make_loader
+from megascale.train.step import train_step
+from tests.distributed import run_ranks
 from tests.shared import shared_folder
+from tests.train.harness import TINY
 from tests.train.runs import SINGLE, Layout, curve, metrics, samples, train
 from tests.train.test_mixture import setting, write_parts
 
@@ -96,3 +103,41 @@ def _validation(run: Path) -> dict[int, float]:
     return {
         line["step"]: line["validation_loss"] for line in metrics(run) if "validation_loss" in line
     }
+
+
+def _losses(rank: int, world_size: int, settings: list[str]) -> list[float]:
+    """Of five steps; on a GPU a wait is an error once three have compiled and allocated."""
+    config = load_config(None, settings)
+    on_gpu = config.training.device == "cuda"
+    mesh, device = config.mesh(world_size), torch.device("cuda" if on_gpu else "cpu")
+    assembly = assemble(config, mesh, device)
+    loader = make_loader(config, mesh, assembly.groups.coordinates, 0)
+    outcomes = []
+    for number in range(5):
+        batch = next(loader)
+        if on_gpu and number == 3:
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            outcomes.append(
+                train_step(assembly, batch.micro_batches, global_batch=batch.num_samples, lr=0.002)
+            )
+        finally:
+            if on_gpu and number == 4:
+                torch.cuda.set_sync_debug_mode("default")
+    loader.close()
+    return [outcome.summary.read()[0] for outcome in outcomes]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 1e-2)])
+def test_a_gpu_has_the_losses_of_the_cpu_and_waits_for_nothing(
+    parts: Path, model: str, dtype: str, tolerance: float
+) -> None:
+    settings = [*TINY, *documents_of_a_mixture(parts, model), "model.attention_dropout=0"]
+    gpu = ["training.device=cuda", f"training.dtype={dtype}", "model.hidden_size=64"]
+    (expected,) = run_ranks(_losses, 1, [*settings, "model.hidden_size=64"])
+    (found,) = run_ranks(_losses, 1, [*settings, *gpu], timeout_s=280, cuda=True)
+    assert found == pytest.approx(expected, rel=tolerance)
