@@ -49,6 +49,7 @@ SMALL = [
     "training.steps=8",
     "optimizer.lr=0.002",
     "checkpoint.interval=4",
+    'checkpoint.async_mode="off"',  # so that who is killed after a save has it
 ]
 Make = Callable[[str, str], Path]
 
