@@ -14,6 +14,7 @@ import typer
 
 from megascale import __version__
 from megascale.cli_bench import bench_app
+from megascale.cli_checkpoint import checkpoint_app
 from megascale.cli_cluster import Overrides, chaos, run, selfcheck
 from megascale.cli_plan import calibrate, plan, simulate
 from megascale.cli_telemetry import dashboard, diagnose, monitor, profile, stream, trace
@@ -31,6 +32,7 @@ convert_app = typer.Typer(help="Exchange weights with Hugging Face.", no_args_is
 app.add_typer(data_app, name="data")
 app.add_typer(convert_app, name="convert")
 app.add_typer(bench_app, name="bench")
+app.add_typer(checkpoint_app, name="checkpoint")
 
 for verb in (
     run,

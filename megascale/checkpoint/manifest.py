@@ -31,7 +31,7 @@ from megascale.storage import BLOCK_BYTES, Storage
 
 MARK = "COMMITTED"
 MANIFEST = "manifest.json"
-_FORMAT = 2
+FORMAT = 2
 _NUM_ASKING = 8
 Place = TypeVar("Place", bound=Location)
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
@@ -74,14 +74,14 @@ class Manifest:
     digests: dict[str, str] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode()
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode()
 
     @staticmethod
     def decode(data: bytes) -> Manifest:
         """Raises CheckpointError for another format, and for what is no manifest."""
         try:
             content = json.loads(data)
-            if content["format"] != _FORMAT:
+            if content["format"] != FORMAT:
                 raise CheckpointError(_other_format(content["format"]))
             files = {
                 str(name): SavedFile(
@@ -98,11 +98,11 @@ class Manifest:
 
 
 def _other_format(found: object) -> str:
-    is_older = isinstance(found, int) and found < _FORMAT
+    is_older = isinstance(found, int) and found < FORMAT
     which = "an older" if is_older else "a newer"
     remedy = "load it with" if is_older else "update megascale to"
     return (
-        f"checkpoint format {found} of {which} megascale, this version reads {_FORMAT}; {remedy} "
+        f"checkpoint format {found} of {which} megascale, this version reads {FORMAT}; {remedy} "
         "the version that wrote it"
     )
 
@@ -141,6 +141,10 @@ class Mark(NamedTuple):
 
     number: int
     manifest_sha256: str
+
+
+def is_checkpoint_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
 
 
 def file_name(rank: int) -> str:

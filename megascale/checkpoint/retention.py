@@ -45,6 +45,18 @@ def apply_retention(
     committed one's; those with a manifest but no readable mark stay, their data may be whole. What
     cannot be deleted is reported and left.
     """
+    doomed = doomed_checkpoints(root, keep_latest_k, protect=protect, known_good=known_good)
+    return [path for path in doomed if _delete(path)]
+
+
+def doomed_checkpoints(
+    root: Root,
+    keep_latest_k: int,
+    *,
+    protect: Iterable[Location] = (),
+    known_good: Location | None = None,
+) -> list[Location]:
+    """What `apply_retention` would delete."""
     assert keep_latest_k >= 1, keep_latest_k
     committed, interrupted, _ = list_checkpoints(root)
     if not committed:
@@ -61,7 +73,7 @@ def apply_retention(
         logger.warning("none of the last %d checkpoints verifies; keeping %s", keep_latest_k, good)
         doomed = [path for path in doomed if path != good] if good else []
     doomed += [path for path in interrupted if name_order(path) < name_order(committed[0])]
-    return [path for path in doomed if _delete(path)]
+    return doomed
 
 
 def _is_good(path: Location, known_good: Location | None) -> bool:

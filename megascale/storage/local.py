@@ -70,6 +70,15 @@ class LocalFolder:
 
         return self._ask(look, f"looking for {name} in {self.url}")
 
+    def modified_s(self, name: str) -> float | None:
+        """Seconds since 1970; None where there is no such file."""
+
+        def look() -> float | None:
+            path = self.root / name
+            return path.stat().st_mtime if path.is_file() else None
+
+        return self._ask(look, f"looking for {name} in {self.url}")
+
     def write(
         self, name: str, parts: Iterable[memoryview], moved: Callable[[int], None] = lambda _: None
     ) -> None:

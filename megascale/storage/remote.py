@@ -153,6 +153,18 @@ class RemoteFolder:
 
         return self._ask(look, f"looking for {name} in {self.url}")
 
+    def modified_s(self, name: str) -> float | None:
+        """Seconds since 1970; None where there is no such file, or nobody knows."""
+
+        def look() -> float | None:
+            try:
+                modified = self._system.modified(self._path(name))
+            except (FileNotFoundError, NotImplementedError):
+                return None
+            return float(modified.timestamp()) if modified is not None else None
+
+        return self._ask(look, f"looking for {name} in {self.url}")
+
     def write(
         self, name: str, parts: Iterable[memoryview], moved: Callable[[int], None] = lambda _: None
     ) -> None:

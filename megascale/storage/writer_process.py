@@ -113,17 +113,24 @@ def write_file(storage: Storage, job: FileJob, moved: Moved) -> Written:
 
 
 def copy_file(
-    source: Storage, target: Storage, name: str, header_bytes: int, moved: Moved
+    source: Storage,
+    target: Storage,
+    name: str,
+    header_bytes: int,
+    moved: Moved,
+    *,
+    target_name: str | None = None,
 ) -> Written:
-    """A file of `source` to `target` under the same name; the hashes are of what was read."""
+    """A file of `source` to `target`, there `target_name` or the same; the hashes are of what was
+    read."""
     began_s = time.monotonic()
     num_bytes = source.size(name)
     if num_bytes is None:
         raise StorageError(f"{source.url} has no {name}; nothing was copied")
-    refuse_without_room(target, name, num_bytes)
+    refuse_without_room(target, target_name or name, num_bytes)
     hashes: list[str] = []
     target.write(
-        name,
+        target_name or name,
         blocks_in_order(source, name, min(header_bytes, num_bytes), num_bytes, hashes),
         moved,
     )

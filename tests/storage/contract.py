@@ -8,12 +8,14 @@ from __future__ import annotations
 import itertools
 import mmap
 import random
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from megascale.errors import StorageError
-from megascale.storage import BLOCK_BYTES, Storage
+from megascale.storage import BLOCK_BYTES, LocalFolder, Storage
+from megascale.storage.remote import RemoteFolder
 
 Case = Callable[[Storage], None]
 CASES: list[Case] = []
@@ -173,3 +175,13 @@ def an_error_of_the_parts_is_the_callers(storage: Storage) -> None:
     with pytest.raises(ValueError, match="device is gone"):
         storage.write("file", parts())
     assert storage.size("file") in (None, 5)
+
+
+@case
+def when_a_file_was_written_is_known(storage: Storage) -> None:
+    assert isinstance(storage, (LocalFolder, RemoteFolder))
+    assert storage.modified_s("folder/file") is None
+    storage.put("folder/file", b"x")
+    modified_s = storage.modified_s("folder/file")
+    assert modified_s is not None
+    assert abs(time.time() - modified_s) < 120

@@ -122,4 +122,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _status(path: Path, suffix: str) -> dict[str, Any]:
     kind = "DIRECTORY" if path.is_dir() else "FILE"
-    return {"pathSuffix": suffix, "type": kind, "length": path.stat().st_size}
+    status = path.stat()
+    return {
+        "pathSuffix": suffix,
+        "type": kind,
+        "length": status.st_size,
+        "modificationTime": int(status.st_mtime * 1000),
+    }
