@@ -129,7 +129,8 @@ def test_every_rank_records_every_phase(tmp_path: Path) -> None:
             counts = {name: of_step[name]["count"] for name in phases}
             assert counts["forward"] == counts["backward"] == 2  # micro-batches
             assert counts["send"] == counts["recv"] == 2
-            assert counts["optimizer"] == counts["data_wait"] == 1
+            assert counts["optimizer"] == 1
+            assert counts["data_wait"] <= 2  # in the first step for the next one's too
             # a linear without tensor peers waits for nobody: its time is computation
             assert not any(name.startswith("tp_") for name in of_step), sorted(of_step)
 

@@ -151,13 +151,13 @@ def test_the_newest_checkpoint_is_damaged_in_the_middle(job: Still) -> None:
     for step in (5, 10):
         (folder / f"step-{step:08d}").mkdir(parents=True)
         for shard in range(4):
-            (folder / f"step-{step:08d}" / f"__{shard}_0.distcp").write_bytes(data)
+            (folder / f"step-{step:08d}" / f"rank-{shard:05d}.safetensors").write_bytes(data)
     (folder / "step-00000005" / "COMMITTED").write_text("{}")
     later = threading.Timer(0.2, (folder / "step-00000010" / "COMMITTED").write_text, ("{}",))
     later.start()
     hit = _done(job, "corrupt_checkpoint", rank=0)
     assert hit.said == {"corrupt": 10}
-    files = {path: path.read_bytes() != data for path in folder.glob("step-*/*.distcp")}
+    files = {path: path.read_bytes() != data for path in folder.glob("step-*/rank-*.safetensors")}
     damaged = [path for path, changed in files.items() if changed]
     assert [path.parent.name for path in damaged] == ["step-00000010"]
     assert sum(a != b for a, b in zip(damaged[0].read_bytes(), data, strict=True)) == 64
