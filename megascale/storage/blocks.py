@@ -16,11 +16,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from megascale.errors import CheckpointError
 from megascale.storage.interface import BLOCK_BYTES, Storage
 
-NUM_THREADS = 4  # of one file, where so many cores are
+NUM_READERS = 4  # of one file at least: while some hash, others keep the disk busy
+MOST_THREADS = 8  # of one file
 
 
-def num_hashing_threads(most: int = NUM_THREADS) -> int:
-    return max(1, min(most, len(os.sched_getaffinity(0))))
+def num_hashing_threads() -> int:
+    """Beside a write, which has threads of its own."""
+    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+def num_reading_threads() -> int:
+    """Each reads a block, then hashes it."""
+    return max(NUM_READERS, num_hashing_threads())
 
 
 def block_starts(header_bytes: int, num_bytes: int) -> range:
@@ -87,7 +94,7 @@ def check_file(
     def hold(start: int, block: memoryview) -> None:
         read_block(storage, name, start, block, wanted[start])
 
-    for block in _each_block(starts, num_bytes, hold, num_threads or num_hashing_threads()):
+    for block in _each_block(starts, num_bytes, hold, num_threads or num_reading_threads()):
         moved(block.nbytes)
 
 
@@ -107,7 +114,7 @@ def blocks_in_order(
         storage.read_into(name, start, block)
         found[start] = sha256(block)
 
-    for start, block in zip(starts, _each_block(starts, num_bytes, read, NUM_THREADS), strict=True):
+    for start, block in zip(starts, _each_block(starts, num_bytes, read, NUM_READERS), strict=True):
         hashes.append(found.pop(start))
         yield block
 
