@@ -37,7 +37,7 @@ from megascale.checkpoint.reading import (
 from megascale.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
-_PATIENCE_S = 300.0  # for a rank that says nothing, beyond the time its reading may take
+_PATIENCE_S = 300.0  # for a rank that says nothing; a storage that stalls is an error long before
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def load_checkpoint(
     group       gloo, used by nobody else meanwhile; None: a single process
     verified    `path` comes from `find_latest` just now: sizes need no second look
     plans       of earlier loads: one in the same layout is not planned again
-    patience_s  for a rank that says nothing, beyond the time its reading may take
+    patience_s  for a rank that says nothing (one that still reads says so)
 
     Raises CheckpointError on all ranks: DamagedError where another checkpoint may be whole, else
     for another model, a storage that fails, a rank that is gone. Pieces may then be half filled.

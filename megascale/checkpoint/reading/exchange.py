@@ -11,30 +11,28 @@ So some rank always goes on. Messages of a pair are told apart by their place in
 
 A rank that fails goes on through its rounds with headers that announce nothing, and so does whoever
 gets one: nobody waits for data that will not come, and nothing large moves any more. At the end all
-ranks agree on what happened (`outcome.py`). A peer that is gone is skipped from there on. All waits
-share one deadline.
+ranks agree on what happened (`outcome.py`). A peer that is gone is skipped from there on. Each wait
+has a deadline.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
-from megascale.checkpoint.agree import Ranks, enclosed, explain
+from megascale.checkpoint.agree import Ranks, enclosed
 from megascale.checkpoint.pieces import Piece
 from megascale.checkpoint.reading.files import Files
 from megascale.checkpoint.reading.messages import Message, Messages, PeerGoneError
-from megascale.checkpoint.reading.outcome import Kind, Outcome, agree
+from megascale.checkpoint.reading.outcome import Agreement, Kind, Outcome
 from megascale.checkpoint.reading.plan import BlockId, Part, RankPlan, Read, Receive, Round
-from megascale.checkpoint.reading.window import DamagedError, Window, make_buffer, read_verified
+from megascale.checkpoint.reading.window import Window, make_buffer, read_verified
 from megascale.shards import Box
 
 _ALIGNMENT = 16  # of parts in a message: any dtype can be seen in it
-_SLOWEST_BYTES_PER_S = 10e6  # a storage slower than this, by rank, is taken for one that hangs
 
 
 def read_pieces(
@@ -43,26 +41,28 @@ def read_pieces(
     """Fill the pieces. Collective; raises CheckpointError on all ranks (DamagedError where another
     checkpoint may be whole); pieces may then be half filled.
 
-    patience_s  beyond the time that the slowest storage would need
+    patience_s  for a rank that says nothing, and a little less for a block
     """
-    deadline_s = time.monotonic() + patience_s + plan.most_bytes / _SLOWEST_BYTES_PER_S
-    grace_s = patience_s / 10  # a rank that cannot read says so before the others give it up
-    reading = _Reading(files, plan, pieces, Messages(ranks, deadline_s + grace_s), deadline_s)
+    messages = Messages(ranks, patience_s)
+    agreement = Agreement(messages)
+    reading = _Reading(files, plan, pieces, messages, agreement)
     try:
         for turn in plan.rounds:
             reading.round(turn)
         for read in plan.alone:
             reading.read(read)
+    except Exception as error:  # noqa: BLE001 - the others must hear of it, whatever it was
+        reading.failed(error)
     finally:
         reading.window.close()
     with enclosed():
-        outcome = agree(reading.outcome, reading.messages, grace_s)
-    reading.messages.close()
+        outcome = agreement.conclude(reading.outcome)
+    messages.close()
     outcome.raise_if_bad()
 
 
 class _Reading:
-    """One load on one rank. Its methods never raise: what fails is kept as `outcome`."""
+    """One load on one rank. What fails on the way is kept as `outcome`."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class _Reading:
         plan: RankPlan,
         pieces: Sequence[Piece],
         messages: Messages,
-        deadline_s: float,
+        agreement: Agreement,
     ) -> None:
-        self.messages = messages
-        self._deadline_s = deadline_s
+        self._messages = messages
+        self._agreement = agreement
         self.outcome = Outcome(Kind.GOOD)
         self._targets = [piece.tensor.detach() for piece in pieces]
         self._on_device = any(target.is_cuda for target in self._targets)
@@ -111,8 +111,7 @@ class _Reading:
             try:
                 packed = self._take(read)
             except Exception as error:  # noqa: BLE001 - the peers wait for our word, whatever it was
-                kind = Kind.DAMAGED if isinstance(error, DamagedError) else Kind.FAILED
-                self._failed(Outcome(kind, explain(error)))
+                self.failed(error)
         sent = []
         for peer, parts in read.sends:
             assert tags is not None, read
@@ -125,7 +124,9 @@ class _Reading:
 
     def _take(self, read: Read) -> dict[object, Tensor]:
         """Own parts go into the pieces; those of others, equal ones once, into messages."""
-        buffer, block = self.window.next(self._deadline_s - time.monotonic())
+        self._agreement.still_reading()
+        # whoever cannot read says so before the others give it up
+        buffer, block = self.window.next(0.8 * self._messages.patience_s)
         copy_parts(read.own, block, self._targets)
         packed: dict[object, Tensor] = {}
         for _, parts in read.sends:
@@ -147,7 +148,7 @@ class _Reading:
         if header is None or not self._arrived(header):
             return None
         if not header.tensor.item():
-            self._failed(Outcome(Kind.STOPPED, f"rank {receive.reader} stopped"))
+            self._ended(Outcome(Kind.STOPPED, f"rank {receive.reader} stopped"))
             return None
         # pinned, or the copy to the device would wait for it; its allocator knows of that copy
         body = torch.empty(
@@ -157,27 +158,30 @@ class _Reading:
 
     def _post_receive(self, tensor: Tensor, peer: int, tag: int) -> Message | None:
         try:
-            return self.messages.receive(tensor, peer, tag)
+            return self._messages.receive(tensor, peer, tag)
         except PeerGoneError as error:
-            self._failed(Outcome(Kind.FAILED, str(error)))
+            self.failed(error)
             return None
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> Message | None:
         try:
-            return self.messages.send(tensor, peer, tag)
+            return self._messages.send(tensor, peer, tag)
         except PeerGoneError as error:
-            self._failed(Outcome(Kind.FAILED, str(error)))
+            self.failed(error)
             return None
 
     def _arrived(self, message: Message) -> bool:
         try:
-            self.messages.wait(message)
+            self._messages.wait(message)
         except PeerGoneError as error:
-            self._failed(Outcome(Kind.FAILED, str(error)))
+            self.failed(error)
             return False
         return True
 
-    def _failed(self, outcome: Outcome) -> None:
+    def failed(self, error: Exception) -> None:
+        self._ended(Outcome.of(error))
+
+    def _ended(self, outcome: Outcome) -> None:
         """The first own failure is told; that another stopped gives way to it."""
         if self.outcome.kind <= Kind.STOPPED and outcome.kind > self.outcome.kind:
             self.outcome = outcome

@@ -21,11 +21,14 @@ from megascale.errors import CheckpointError
 
 _FOR_EVER = timedelta(days=30)
 _LEAST_S = 0.01  # what has arrived is taken also after the deadline
-_CLOSED = "is gone (its connection was closed)"
 
 
 class PeerGoneError(CheckpointError):
-    """A rank died, or was not heard of until the deadline."""
+    """Rank `peer` died, or said nothing for too long."""
+
+    def __init__(self, peer: int, message: str) -> None:
+        super().__init__(message)
+        self.peer = peer
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Message:
 
 
 class _Waiter:
-    """Waits on a thread of its own, so that who asked can stop waiting.
+    """Waits on a thread of its own, so that who asked can do something meanwhile, and stop waiting.
 
     A timeout of gloo's own would close the connections to all peers, and who is missing could not
     be told to anybody. A thread that waits in vain is left behind, with the message.
@@ -49,15 +52,18 @@ class _Waiter:
         self._answers: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True, name="wait for a rank").start()
 
-    def wait(self, work: dist.Work, timeout_s: float) -> None:
-        """Raises TimeoutError, after which this waiter is lost, or what gloo raises."""
+    def begin(self, work: dist.Work) -> None:
         self._asked.put(work)
+
+    def has_ended(self, timeout_s: float) -> bool:
+        """Raises what gloo raised. After False: ask again, or give this waiter up."""
         try:
             error = self._answers.get(timeout=timeout_s)
         except queue.Empty:
-            raise TimeoutError from None
+            return False
         if error is not None:
             raise error
+        return True
 
     def close(self) -> None:
         self._asked.put(None)
@@ -72,13 +78,18 @@ class _Waiter:
 
 
 class Messages:
-    """Sends and receives of uint8 tensors over `ranks.group`, until `deadline_s` (monotonic)."""
+    """Sends and receives of uint8 tensors over `ranks.group`.
 
-    def __init__(self, ranks: Ranks, deadline_s: float) -> None:
+    patience_s  for each wait
+    meanwhile   called some ten times in this time, during waits
+    """
+
+    def __init__(self, ranks: Ranks, patience_s: float) -> None:
         self.ranks = ranks
-        self.deadline_s = deadline_s
+        self.patience_s = patience_s
+        self.meanwhile: Callable[[], None] = lambda: None
         self._waiter = _Waiter()
-        self._gone: dict[int, str] = {}
+        self._gone: dict[int, PeerGoneError] = {}
         self._abandoned: list[Message] = []  # gloo may still write to them
 
     def close(self) -> None:
@@ -98,36 +109,37 @@ class Messages:
             peer,
         )
 
-    def wait(self, message: Message, grace_s: float = 0.0) -> None:
+    def wait(self, message: Message, patience_s: float | None = None) -> None:
         """Until it has gone out or come in. Raises PeerGoneError."""
-        if message.peer in self._gone:  # or it would wait for its own deadline
+        if message.peer in self._gone:  # or it would wait in vain
             self._abandoned.append(message)
-            raise PeerGoneError(self._gone[message.peer])
-        began_s = time.monotonic()
+            raise self._gone[message.peer]
+        patience_s = self.patience_s if patience_s is None else patience_s
+        deadline_s = time.monotonic() + max(patience_s, _LEAST_S)
+        self._waiter.begin(message.work)
         try:
-            seconds_left = self.deadline_s + grace_s - began_s
-            self._waiter.wait(message.work, max(seconds_left, _LEAST_S))
-        except TimeoutError:
-            self._waiter = _Waiter()
-            self._abandoned.append(message)
-            what = f"said nothing for {time.monotonic() - began_s:.0f} s"
-            raise self._lost(message.peer, what) from None
+            while (left_s := deadline_s - time.monotonic()) > 0:
+                if self._waiter.has_ended(min(left_s, self.patience_s / 10)):
+                    return
+                self.meanwhile()
         except RuntimeError as error:
             self._abandoned.append(message)
-            raise self._lost(message.peer, _CLOSED) from error
+            raise self._lost(message.peer) from error
+        self._waiter = _Waiter()
+        self._abandoned.append(message)
+        raise self._lost(message.peer, f"said nothing for {self.patience_s:.0f} s")
 
     def _post(self, post: Callable[[], dist.Work | None], tensor: Tensor, peer: int) -> Message:
         if peer in self._gone:
-            raise PeerGoneError(self._gone[peer])
+            raise self._gone[peer]
         try:
             work = post()
         except RuntimeError as error:
-            raise self._lost(peer, _CLOSED) from error
+            raise self._lost(peer) from error
         assert work is not None, "this rank is not of the group"
         return Message(peer, tensor, work)
 
-    def _lost(self, peer: int, what: str) -> PeerGoneError:
-        self._gone[peer] = (
-            f"rank {peer} of {self.ranks.num_ranks} {what}; look at its log and its node"
-        )
-        return PeerGoneError(self._gone[peer])
+    def _lost(self, peer: int, what: str = "is gone (its connection was closed)") -> PeerGoneError:
+        text = f"rank {peer} of {self.ranks.num_ranks} {what}; look at its log and its node"
+        self._gone[peer] = PeerGoneError(peer, text)
+        return self._gone[peer]

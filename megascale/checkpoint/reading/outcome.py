@@ -1,11 +1,15 @@
 """How a load ended, agreed by all ranks through rank 0, in messages that name who is missing.
 
 A collective would hang, or tell its neighbours alone, where a rank has died. Here every rank sends
-its outcome to rank 0 and is answered with what all raise: two messages of fixed size a rank.
+its outcome to rank 0 and is answered with what all raise. A load from a slow storage takes as long
+as it takes: whoever still reads says so now and then, rank 0 to all and all to rank 0, so that only
+a rank that says nothing is given up.
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -14,36 +18,50 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megascale.checkpoint.agree import Ranks, summarize
-from megascale.checkpoint.reading.messages import Messages, PeerGoneError
+from megascale.checkpoint.agree import Ranks, explain, summarize
+from megascale.checkpoint.reading.messages import Message, Messages, PeerGoneError
 from megascale.checkpoint.reading.window import DamagedError
 from megascale.errors import CheckpointError
 
 T = TypeVar("T")
 _TAG = 1 << 20  # above those of blocks
-_BYTES = 2048
+_BYTES = 2048  # of a message
 
 
 class Kind(IntEnum):
-    GOOD = 0
-    STOPPED = 1  # because another rank failed
-    DAMAGED = 2  # another checkpoint may be whole
-    FAILED = 3
+    READING = 0  # no outcome yet
+    GOOD = 1
+    STOPPED = 2  # because another rank failed
+    MISSES = 3  # another rank: see `peer`
+    DAMAGED = 4  # another checkpoint may be whole
+    FAILED = 5
 
 
 @dataclass(frozen=True)
 class Outcome:
+    """peer: whom a rank that MISSES one has not heard of."""
+
     kind: Kind
     text: str = ""
+    peer: int = 0
+
+    @staticmethod
+    def of(error: Exception) -> Outcome:
+        if isinstance(error, PeerGoneError):
+            return Outcome(Kind.MISSES, str(error), error.peer)
+        kind = Kind.DAMAGED if isinstance(error, DamagedError) else Kind.FAILED
+        return Outcome(kind, explain(error))
 
     def encode(self) -> Tensor:
-        data = bytes([self.kind]) + self.text.encode()[: _BYTES - 1]
-        return torch.frombuffer(bytearray(data.ljust(_BYTES, b"\0")), dtype=torch.uint8)
+        data = bytes([self.kind]) + self.peer.to_bytes(4, "little") + self.text.encode()
+        padded = data[:_BYTES].ljust(_BYTES, b"\0")
+        return torch.frombuffer(bytearray(padded), dtype=torch.uint8)
 
     @staticmethod
     def decode(tensor: Tensor) -> Outcome:
-        data = bytes(tensor.tolist())
-        return Outcome(Kind(data[0]), data[1:].rstrip(b"\0").decode(errors="ignore"))
+        data = tensor.numpy().tobytes()
+        text = data[5:].rstrip(b"\0").decode(errors="ignore")
+        return Outcome(Kind(data[0]), text, int.from_bytes(data[1:5], "little"))
 
     def raise_if_bad(self) -> None:
         if self.kind == Kind.DAMAGED:
@@ -52,66 +70,94 @@ class Outcome:
             raise CheckpointError(self.text)
 
 
-def agree(own: Outcome, messages: Messages, grace_s: float) -> Outcome:
-    """Collective; never raises. What all ranks that are left make of it.
+def judge(outcomes: dict[int, Outcome], silent: dict[int, Outcome], num_ranks: int) -> Outcome:
+    """What all raise, of what the ranks told and of those that told nothing.
 
-    grace_s  by which rank 0 gives up before the others, who hear from it who is missing
+    A rank that is gone comes first. Whoever misses one that has told its own outcome only waited
+    for it in vain: what that one told is nearer to the cause.
     """
-    if messages.ranks.num_ranks == 1:
-        return own
-    answer = _collect if messages.ranks.rank == 0 else _ask
-    return answer(own, messages, grace_s)
-
-
-def judge(outcomes: dict[int, Outcome], num_ranks: int) -> Outcome:
-    """Of several the gravest kind; the text of the first of that kind, and how many more."""
-    kind = max(outcome.kind for outcome in outcomes.values())
+    if silent:
+        return Outcome(Kind.FAILED, silent[min(silent)].text)
+    told = {rank: o for rank, o in outcomes.items() if o.kind != Kind.MISSES}
+    kind = max((outcome.kind for outcome in told.values()), default=Kind.GOOD)
+    missed = [o for o in outcomes.values() if o.kind == Kind.MISSES]
+    if kind <= Kind.STOPPED and missed:
+        return Outcome(Kind.FAILED, missed[0].text)
     if kind == Kind.GOOD:
         return Outcome(Kind.GOOD)
-    failures = {rank: o.text for rank, o in sorted(outcomes.items()) if o.kind == kind}
+    failures = {rank: o.text for rank, o in sorted(told.items()) if o.kind == kind}
     return Outcome(kind, summarize(failures, num_ranks))
 
 
-def _ask(own: Outcome, messages: Messages, grace_s: float) -> Outcome:
-    verdict = torch.empty(_BYTES, dtype=torch.uint8)
-    try:
-        sent = messages.send(own.encode(), 0, _TAG)
-        messages.wait(messages.receive(verdict, 0, _TAG + 1), grace_s)
-        messages.wait(sent, grace_s)
-    except PeerGoneError as error:
-        # what this rank saw itself says more than that rank 0 is gone too
-        return own if own.kind > Kind.STOPPED else Outcome(Kind.FAILED, str(error))
-    return Outcome.decode(verdict)
+class Agreement:
+    """The ends of one load's conversation with rank 0. None of its methods raises."""
 
+    def __init__(self, messages: Messages) -> None:
+        self._messages = messages
+        ranks = messages.ranks
+        self._peers = range(1, ranks.num_ranks) if ranks.is_writer else range(1)
+        self._tag = _TAG + ranks.is_writer  # of what this rank sends
+        self._sent: list[Message] = []
+        self._last_s = time.monotonic()
+        self._concluding = ranks.num_ranks == 1
+        messages.meanwhile = self.still_reading
 
-def _collect(own: Outcome, messages: Messages, grace_s: float) -> Outcome:
-    outcomes = {0: own}
-    posted = {}
-    for peer in range(1, messages.ranks.num_ranks):
-        told = torch.empty(_BYTES, dtype=torch.uint8)
-        try:
-            posted[peer] = messages.receive(told, peer, _TAG)
-        except PeerGoneError as error:
-            outcomes[peer] = Outcome(Kind.FAILED, str(error))
-    for peer, message in posted.items():
-        try:
-            messages.wait(message)
-            outcomes[peer] = Outcome.decode(message.tensor)
-        except PeerGoneError as error:
-            outcomes[peer] = Outcome(Kind.FAILED, str(error))
-    verdict = judge(outcomes, messages.ranks.num_ranks)
-    answers = []
-    for peer in posted:
-        try:
-            answers.append(messages.send(verdict.encode(), peer, _TAG + 1))
-        except PeerGoneError:  # it is in the verdict, or died after its word: the next step tells
-            continue
-    for answer in answers:
-        try:
-            messages.wait(answer, grace_s)
-        except PeerGoneError:
-            continue
-    return verdict
+    def still_reading(self) -> None:
+        """Tell it, if it was not told for a while."""
+        now_s = time.monotonic()
+        if not self._concluding and now_s - self._last_s > self._messages.patience_s / 10:
+            self._last_s = now_s
+            self._tell(Outcome(Kind.READING))
+
+    def conclude(self, own: Outcome) -> Outcome:
+        """Collective. What all ranks that are left make of it."""
+        if self._messages.ranks.num_ranks == 1:
+            return own
+        verdict = self._collect(own) if self._messages.ranks.is_writer else self._ask(own)
+        for message in self._sent:
+            with contextlib.suppress(PeerGoneError):  # the verdict has it, or the next step will
+                self._messages.wait(message)
+        return verdict
+
+    def _tell(self, outcome: Outcome) -> None:
+        for peer in self._peers:
+            with contextlib.suppress(PeerGoneError):
+                self._sent.append(self._messages.send(outcome.encode(), peer, self._tag))
+
+    def _ask(self, own: Outcome) -> Outcome:
+        self._concluding = True
+        self._tell(own)
+        # rank 0 may be about to give up the others, one after the other
+        verdict = self._hear(0, _TAG + 1, 1.2 * self._messages.patience_s)
+        if verdict.kind == Kind.MISSES:
+            # what this rank saw itself says more than that rank 0 is gone too
+            return own if own.kind > Kind.STOPPED else Outcome(Kind.FAILED, verdict.text)
+        return verdict
+
+    def _collect(self, own: Outcome) -> Outcome:
+        outcomes, silent = {0: own}, dict[int, Outcome]()
+        until_s = time.monotonic() + self._messages.patience_s
+        for peer in self._peers:
+            outcome = self._hear(peer, _TAG, until_s - time.monotonic())
+            is_silent = (outcome.kind, outcome.peer) == (Kind.MISSES, peer)
+            (silent if is_silent else outcomes)[peer] = outcome
+        verdict = judge(outcomes, silent, self._messages.ranks.num_ranks)
+        self._concluding = True
+        self._tell(verdict)
+        return verdict
+
+    def _hear(self, peer: int, tag: int, patience_s: float) -> Outcome:
+        """What `peer` told at last; that it is missed where it says nothing for `patience_s`."""
+        while True:
+            told = torch.empty(_BYTES, dtype=torch.uint8)
+            try:
+                self._messages.wait(self._messages.receive(told, peer, tag), patience_s)
+            except PeerGoneError as error:
+                return Outcome.of(error)
+            outcome = Outcome.decode(told)
+            if outcome.kind != Kind.READING:
+                return outcome
+            patience_s = self._messages.patience_s
 
 
 def gather(ranks: Ranks, part: Callable[[], T]) -> list[T]:

@@ -86,14 +86,10 @@ class Round:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank does: the rounds that it takes part in, then the blocks for itself alone.
-
-    most_bytes  that any rank reads, the measure of how long this may take
-    """
+    """What one rank does: the rounds that it takes part in, then the blocks for itself alone."""
 
     rounds: tuple[Round, ...]
     alone: tuple[Read, ...]
-    most_bytes: int
 
     def reads(self) -> Iterator[Read]:
         """In order."""
@@ -182,7 +178,7 @@ def choose_readers(needs: Needs) -> dict[BlockId, int]:
     return readers
 
 
-def plan_rank(needs: Needs, readers: Mapping[BlockId, int], rank: int, most_bytes: int) -> RankPlan:
+def plan_rank(needs: Needs, readers: Mapping[BlockId, int], rank: int) -> RankPlan:
     """The part of `rank`, once it is said who reads each block.
 
     `needs` must have the needs of all ranks but a block's reader; of its reader's own, each rank
@@ -205,7 +201,7 @@ def plan_rank(needs: Needs, readers: Mapping[BlockId, int], rank: int, most_byte
         for _, (reads, receives) in sorted(rounds.items())
         if reads or receives
     ]
-    return RankPlan(tuple(taken), tuple(alone), most_bytes)
+    return RankPlan(tuple(taken), tuple(alone))
 
 
 def assign_rounds(needs: Needs, readers: Mapping[BlockId, int]) -> dict[BlockId, int]:

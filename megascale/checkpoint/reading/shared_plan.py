@@ -13,7 +13,6 @@ damaged checkpoint, reads no header.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Sequence
 
 from megascale.checkpoint.agree import Ranks
@@ -63,7 +62,7 @@ def make_plan(files: Files, wants: Sequence[Want], ranks: Ranks, limits: Limits)
     if len(files.names) == ranks.num_ranks:
         told = [numbered for numbered in elsewhere if numbered is not None]
         if len(told) == ranks.num_ranks:
-            plan = _plan_same_layout(files, headers[ranks.rank], wants, told, ranks, limits)
+            plan = _plan_same_layout(headers[ranks.rank], wants, told, ranks, limits)
             if plan is not None:
                 return plan
     return _plan_any_layout(files, headers, wants, ranks, limits)
@@ -78,7 +77,6 @@ def _wants_elsewhere(entries: list[Entry], wants: Sequence[Want]) -> list[Number
 
 
 def _plan_same_layout(
-    files: Files,
     entries: list[Entry],
     wants: Sequence[Want],
     elsewhere: list[list[Numbered]],
@@ -101,8 +99,7 @@ def _plan_same_layout(
     for piece in sorted(set(range(len(wants))) - {piece for piece, _ in elsewhere[ranks.rank]}):
         needs.add(ranks.rank, piece, wants[piece])
     readers = {block: block[0] for block in needs.num_bytes}
-    most = max(saved.num_bytes for saved in files.manifest.files.values())
-    return plan_rank(needs, readers, ranks.rank, most)
+    return plan_rank(needs, readers, ranks.rank)
 
 
 def _plan_any_layout(
@@ -121,5 +118,4 @@ def _plan_any_layout(
         for piece, want in enumerate(wanted):
             needs.add(rank, piece, want)
     readers = choose_readers(needs)
-    most = max(Counter(readers.values()).values(), default=0) * limits.block_bytes
-    return plan_rank(needs, readers, ranks.rank, most)
+    return plan_rank(needs, readers, ranks.rank)

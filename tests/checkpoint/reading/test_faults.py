@@ -187,6 +187,23 @@ def test_the_next_older_one_is_loaded_where_the_newest_is_damaged(
     assert "rank-00000.safetensors is missing" in caplog.text
 
 
+def _load_newest(rank: int, world_size: int, root: Path) -> tuple[str, list[str]]:
+    pieces = replicated(rank, world_size, empty())
+    loaded = load_newest(root, pieces, group=dist.group.WORLD)
+    assert loaded is not None
+    wanted = reference()
+    return str(loaded.path), [p.key for p in pieces if not torch.equal(p.tensor, wanted[p.key])]
+
+
+def test_ranks_go_on_to_the_next_older_one_together(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        run_ranks(_save, 4, tmp_path, step)
+    _flip_last_byte(tmp_path / "step-00000003" / "rank-00001.safetensors")
+    _flip_last_byte(tmp_path / "step-00000002" / "rank-00003.safetensors")
+    told = run_ranks(_load_newest, 3, tmp_path)
+    assert told == [(str(tmp_path / "step-00000001"), [])] * 3
+
+
 def test_what_is_not_accepted_is_not_passed_over(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 1, [whole("master/a", torch.ones(3))], {"model": "other"})
 

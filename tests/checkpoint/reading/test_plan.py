@@ -87,7 +87,7 @@ def _plans(
     readers = choose_readers(needs)
     for block, reader in readers.items():
         assert needs.num_bytes[block][reader] == max(needs.num_bytes[block].values())
-    return [plan_rank(needs, readers, rank, 0) for rank in range(len(wanted))]
+    return [plan_rank(needs, readers, rank) for rank in range(len(wanted))]
 
 
 @settings(deadline=None, max_examples=150)
