@@ -12,6 +12,8 @@ from pydantic import Field, field_validator, model_validator
 
 from megascale.config.base import Section
 
+MOST_AHEAD = 63  # of a node's loader: `data/node/shape.py` has room for a slot more
+
 
 class MixturePart(Section):
     """A prepared folder of a mixture: `[[data.mixture]]` in a recipe, a table each."""
@@ -55,6 +57,11 @@ class DataConfig(Section):
         "first token of the next one has no loss; packing concat",
     )
     prefetch: int = Field(2, ge=0, description="global batches read ahead")
+    loader: Literal["auto", "node", "rank"] = Field(
+        "auto",
+        description="who reads: one process a node, whose ranks copy from its memory, or each rank "
+        "for itself; auto: one a node where a node has several ranks and prefetch is at least 1",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
@@ -73,6 +80,16 @@ class DataConfig(Section):
                     "once, with the sum of the weights"
                 )
             seen[place] = part.path
+        return self
+
+    @model_validator(mode="after")
+    def _a_node_reads_ahead(self) -> DataConfig:
+        if self.loader == "node" and not 1 <= self.prefetch <= MOST_AHEAD:
+            raise ValueError(
+                f"data.loader is node with data.prefetch {self.prefetch}; a node's loader reads 1 "
+                f"to {MOST_AHEAD} global batches ahead: set data.prefetch to one of these, or "
+                "data.loader to rank"
+            )
         return self
 
     @model_validator(mode="after")

@@ -4,7 +4,7 @@ loader of a node (`data/node/process.py`). No torch."""
 from __future__ import annotations
 
 from megascale.config import RunConfig
-from megascale.data.mixture import Mixture, SampleOrder, ShuffledSamples
+from megascale.data.mixture import Mixture, SampleOrder, ShuffledSamples, shares_of
 from megascale.data.prepared import Split
 from megascale.data.samples import Dataset, PackedDataset, SyntheticDataset
 
@@ -39,3 +39,17 @@ def open_order(config: RunConfig, split: Split) -> SampleOrder:
         return ShuffledSamples(open_dataset(config, split), seed)
     parts = [open_dataset(config, split, part.path) for part in mixture]
     return Mixture(parts, [part.weight for part in mixture], seed)
+
+
+def open_held_out(config: RunConfig) -> list[SampleOrder]:
+    """The held-out samples of each part of a mixture, or of the whole."""
+    order = open_order(config, "valid")
+    return list(order.parts) if isinstance(order, Mixture) else [order]
+
+
+def held_out_batches(config: RunConfig) -> list[int]:
+    """Global batches of a validation by part: its share of them, and at least one."""
+    num, mixture = config.validation.batches, config.data.mixture
+    if not mixture:
+        return [num]
+    return [max(1, round(share * num)) for share in shares_of([part.weight for part in mixture])]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from megascale.config import RunConfig
 from megascale.data import (
-    GlobalBatch,
     GlobalBatchLoader,
     Meta,
     open_parts,
@@ -110,19 +109,3 @@ def make_loader(
         consumed_samples=consumed_samples,
         prefetch=config.data.prefetch,
     )
-
-
-def validation_batches(config: RunConfig, mesh: Mesh, place: Coordinates) -> list[GlobalBatch]:
-    """The same held-out samples at every validation and in every layout."""
-    size = config.training.global_batch_size
-    loader = GlobalBatchLoader(
-        open_order(config, "valid"),
-        micro_batch_size=config.training.micro_batch_size,
-        dp_rank=place.dp_rank,
-        dp_size=mesh.data,
-        batch_size_at=lambda _consumed: size,
-        prefetch=0,
-    )
-    batches = [loader.read(i * size, size) for i in range(config.validation.batches)]
-    loader.close()
-    return batches

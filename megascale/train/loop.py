@@ -29,12 +29,8 @@ from megascale.telemetry.recorder import Recorder
 from megascale.topology import Coordinates
 from megascale.train.assemble import Assembly
 from megascale.train.batches import DeviceBatches
-from megascale.train.corpus import (
-    make_loader,
-    tokenizer_files,
-    unigram_entropy_nats,
-    validation_batches,
-)
+from megascale.train.corpus import tokenizer_files, unigram_entropy_nats
+from megascale.train.feed import Feed, open_feed
 from megascale.train.host import collections_by, runs_ahead
 from megascale.train.launch import stop_signals
 from megascale.train.nonfinite import NonfiniteSteps, first_bad_name
@@ -44,7 +40,8 @@ from megascale.train.report import Reporter, StepValues, resources
 from megascale.train.resume import changed_keys, describe_changes, refuse_another_optimizer
 from megascale.train.run_folder import RunFolder
 from megascale.train.state import Progress
-from megascale.train.step import StepOutcome, train_step, validation_loss
+from megascale.train.step import StepOutcome, train_step
+from megascale.train.validation import held_out, validate
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +74,7 @@ class Loop:
         self._nonfinite_steps = NonfiniteSteps(self.config.training)
         self._stop_asked = False  # by a signal to this rank
         self._stopping = False  # agreed by all ranks
+        self._feed: Feed | None = None
         self._batches: DeviceBatches | None = None
 
     def run(self, *, resume: bool) -> None:
@@ -84,6 +82,7 @@ class Loop:
         wait = partial(self.recorder.span, "agreement", op="all_gather", group="world", host=True)
         try:
             with waits_in(wait):
+                self._feed = open_feed(self.config, self.assembly.mesh, self._place)
                 if not self._begin(resume=resume):
                     return
                 self._open_loader()
@@ -93,6 +92,8 @@ class Loop:
                     self._finish()
         finally:
             self._close_loader()
+            if self._feed is not None:
+                self._feed.close()
             self.persistence.close()
             self.reporter.close()
 
@@ -248,10 +249,12 @@ class Loop:
             self.reporter.restart_clock()
 
     def _validate(self) -> float:
-        batches = validation_batches(self.config, self.assembly.mesh, self._place)
+        assert self._feed is not None
+        source = self._feed.held_out()
+        parts = held_out(self.config, self.assembly.mesh, self._place, source)
         with self.recorder.span("validation"):
-            loss = validation_loss(self.assembly, [batch.micro_batches for batch in batches])
-        self.reporter.validated(self.progress.step, loss)
+            loss, of_parts = validate(self.assembly, parts)
+        self.reporter.validated(self.progress.step, loss, of_parts)
         return loss
 
     def _compare_with_unigrams(self, loss: float) -> None:
@@ -270,11 +273,9 @@ class Loop:
         return self.assembly.groups.coordinates
 
     def _open_loader(self) -> None:
-        loader = make_loader(
-            self.config, self.assembly.mesh, self._place, self.progress.consumed_samples
-        )
+        assert self._feed is not None
         self._batches = DeviceBatches(
-            loader,
+            self._feed.steps(self.progress.consumed_samples),
             self.assembly.program,
             ahead=self.config.data.prefetch > 0,
             span=self.recorder.span,

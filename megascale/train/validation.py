@@ -9,12 +9,14 @@ Invariant: the same samples at every validation and in every layout.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from megascale.config import RunConfig
-from megascale.data import GlobalBatch, GlobalBatchLoader, Mixture, SampleOrder
-from megascale.data.opening import open_order
+from megascale.data import GlobalBatch, GlobalBatchLoader, SampleOrder, shares_of
+from megascale.data.opening import held_out_batches, open_held_out
 from megascale.topology import Coordinates, Mesh
 from megascale.train.assemble import Assembly
 from megascale.train.step import validation_loss
@@ -26,27 +28,43 @@ class HeldOut:
 
     name: str
     share: float
-    batches: list[GlobalBatch]
+    batches: Iterable[GlobalBatch]
 
 
-def held_out(config: RunConfig, mesh: Mesh, place: Coordinates) -> list[HeldOut]:
-    """Read what a validation needs. Raises DataError."""
-    order, num_batches = open_order(config, "valid"), config.validation.batches
-    if not isinstance(order, Mixture):
-        return [HeldOut("", 1.0, _read(config, order, num_batches, mesh, place))]
-    found = []
-    for name, share, part in zip(
-        _names(config.data.folders), order.shares, order.parts, strict=True
-    ):
-        count = max(1, round(share * num_batches))
-        found.append(HeldOut(name, float(share), _read(config, part, count, mesh, place)))
-    return found
+def held_out(
+    config: RunConfig,
+    mesh: Mesh,
+    place: Coordinates,
+    source: Iterator[GlobalBatch] | None = None,
+) -> list[HeldOut]:
+    """What a validation needs, to be gone through in order. Raises DataError.
+
+    source  where a node's loader has read it; None: it is read here
+    """
+    counts = held_out_batches(config)
+    batches: list[Iterable[GlobalBatch]]
+    if source is None:
+        orders = open_held_out(config)
+        batches = [
+            _read(config, order, count, mesh, place)
+            for order, count in zip(orders, counts, strict=True)
+        ]
+    else:
+        batches = [islice(source, count) for count in counts]
+    if not config.data.mixture:
+        return [HeldOut("", 1.0, batches[0])]
+    shares = shares_of([part.weight for part in config.data.mixture])
+    names = _names(config.data.folders)
+    return [
+        HeldOut(name, float(share), of_part)
+        for name, share, of_part in zip(names, shares, batches, strict=True)
+    ]
 
 
 def validate(assembly: Assembly, parts: list[HeldOut]) -> tuple[float, dict[str, float]]:
     """(loss of the whole, loss by the name of a part, where there are parts). Collective."""
     losses = [
-        validation_loss(assembly, [batch.micro_batches for batch in part.batches]) for part in parts
+        validation_loss(assembly, (batch.micro_batches for batch in part.batches)) for part in parts
     ]
     whole = sum(part.share * loss for part, loss in zip(parts, losses, strict=True))
     return whole, {part.name: x for part, x in zip(parts, losses, strict=True) if part.name}

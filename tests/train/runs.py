@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 from megascale.checkpoint import FullReader
 from megascale.checkpoint.saved_model import find_checkpoint
 from megascale.config import load_config
-from megascale.data import GlobalBatch, GlobalBatchLoader
+from megascale.data import BatchSource, GlobalBatch
 from megascale.env import RankEnvironment
 from megascale.errors import MegascaleError
 from megascale.telemetry.hooks import Hook
 from megascale.train import loop
 from megascale.train.assemble import assemble
-from megascale.train.corpus import make_loader
+from megascale.train.feed import Feed, open_feed
 from megascale.train.loop import Loop
 from megascale.train.recording import open_recorder
 from megascale.train.run_folder import RunFolder
@@ -104,7 +104,7 @@ def _train_rank(
     try:
         with (
             open_recorder(config, environment, mesh, device, folder, hooks) as recorder,
-            mock.patch.object(loop, "make_loader", _recording(make_loader, seen)),
+            mock.patch.object(loop, "open_feed", _recording(open_feed, seen)),
         ):
             assembly = assemble(config, mesh, device, span=recorder.span)
             rank_loop = Loop(assembly, folder, recorder)
@@ -116,25 +116,28 @@ def _train_rank(
     return None
 
 
-def _recording(
-    original: Callable[..., GlobalBatchLoader], seen: Path
-) -> Callable[..., GlobalBatchLoader]:
-    """`original`, whose loaders write down what they hand out."""
+def _recording(original: Callable[..., Feed], seen: Path) -> Callable[..., Feed]:
+    """`original`, whose training steps are written down as they are taken."""
 
-    def make(*args: Any) -> GlobalBatchLoader:
-        loader = original(*args)
+    def open_(*arguments: Any) -> Feed:
+        feed = original(*arguments)
+        steps = feed.steps
+        feed.steps = lambda consumed_samples: _Recording(steps(consumed_samples), seen)  # type: ignore[method-assign]
+        return feed
 
-        class Recording(type(loader)):  # type: ignore[misc]
-            def __next__(self) -> GlobalBatch:
-                batch = super().__next__()
-                with seen.open("a") as file:
-                    file.write(json.dumps([batch.first_sample, _digests(batch)]) + "\n")
-                return batch
+    return open_
 
-        loader.__class__ = Recording
-        return loader
 
-    return make
+class _Recording:
+    def __init__(self, source: BatchSource, seen: Path) -> None:
+        self._source, self._seen = source, seen
+        self.is_ready, self.close = source.is_ready, source.close
+
+    def __next__(self) -> GlobalBatch:
+        batch = next(self._source)
+        with self._seen.open("a") as file:
+            file.write(json.dumps([batch.first_sample, _digests(batch)]) + "\n")
+        return batch
 
 
 def _digests(batch: GlobalBatch) -> dict[int, str]:

@@ -6,7 +6,7 @@ Written without a process around it, so that tests run it in a thread, and a loa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 
 import numpy as np
@@ -17,27 +17,33 @@ from megascale.data.node.ring import Ring, Share, stamp
 from megascale.data.samples import Sample
 from megascale.errors import MegascaleError
 
-Positions = Iterator[tuple[int, int]]  # (first sample number, samples) of batch after batch
+# (first sample number, samples, data set of these numbers) of batch after batch
+Positions = Iterator[tuple[int, int, int]]
 
 
 def training_positions(batch_size_at: Callable[[int], int], first_sample: int) -> Positions:
     """The steps of a run from `first_sample` on, without end."""
     while True:
         size = batch_size_at(first_sample)
-        yield first_sample, size
+        yield first_sample, size, 0
         first_sample += size
 
 
-def validation_positions(num_batches: int, batch_size: int) -> Positions:
-    """The same batches at every validation, over and over."""
-    return cycle((i * batch_size, batch_size) for i in range(num_batches))
+def validation_positions(num_batches: Sequence[int], batch_size: int) -> Positions:
+    """The same batches at every validation, over and over: `num_batches` of each part."""
+    return cycle(
+        (i * batch_size, batch_size, part)
+        for part, num in enumerate(num_batches)
+        for i in range(num)
+    )
 
 
 class Filler:
-    """Keeps `ring` full of the batches at `positions`."""
+    """Keeps `ring` full of the batches at `positions`, of the samples of `orders`."""
 
-    def __init__(self, ring: Ring, order: SampleOrder) -> None:
-        self._ring, self._order = ring, order
+    def __init__(self, ring: Ring, orders: Sequence[SampleOrder]) -> None:
+        self._ring, self._orders = ring, orders
+        self._order = orders[0]
         self._generation = 0
         self._positions: Positions = iter(())
         self._batch = 0
@@ -85,7 +91,8 @@ class Filler:
             return False
         shape = self._ring.shape
         slot = self._batch % shape.num_slots
-        first, size = position
+        first, size, part = position
+        self._order = self._orders[part]
         numbers = [
             sample_numbers(first, size, shape.micro_batch_size, dp_rank, shape.dp_size).ravel()
             for dp_rank in shape.dp_ranks

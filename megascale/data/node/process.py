@@ -20,10 +20,11 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megascale.config import RunConfig
+from megascale.data.mixture import SampleOrder
 from megascale.data.node.filling import (
     Filler,
     Positions,
@@ -33,7 +34,8 @@ from megascale.data.node.filling import (
 from megascale.data.node.ring import ALL, Ring
 from megascale.data.node.shape import RingShape, offsets
 from megascale.data.node.waiting import FIRST_S, MOST_S
-from megascale.data.opening import open_order
+from megascale.data.opening import held_out_batches, open_held_out, open_order
+from megascale.data.prepared import Split
 from megascale.errors import MegascaleError
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
@@ -47,21 +49,27 @@ class Orders:
         self._left = b""
         self.has_ended = False
 
-    def take(self, timeout_s: float) -> Iterator[dict[str, Any]]:
-        """Whole lines that are there, or that come within the time."""
-        if not self.has_ended and select.select([self._pipe], [], [], timeout_s)[0]:
+    def take(self, timeout_s: float) -> dict[str, Any] | None:
+        """The next line, if it comes within the time."""
+        if b"\n" not in self._left and not self.has_ended:
+            if not select.select([self._pipe], [], [], timeout_s)[0]:
+                return None
             read = os.read(self._pipe, 1 << 20)
             self.has_ended = not read
             self._left += read
-        *lines, self._left = self._left.split(b"\n")
-        yield from map(json.loads, lines)
+        line, found, left = self._left.partition(b"\n")
+        if not found:
+            return None
+        self._left = left
+        order: dict[str, Any] = json.loads(line)
+        return order
 
     def first(self) -> dict[str, Any] | None:
         """The first line; None where the pipe ends before."""
-        while not self.has_ended:
-            for order in self.take(3600.0):
-                return order
-        return None
+        order = None
+        while order is None and not self.has_ended:
+            order = self.take(3600.0)
+        return order
 
 
 def main() -> None:
@@ -80,7 +88,7 @@ def main() -> None:
         config = RunConfig.model_validate(job["config"])
         splits = [ring["split"] for ring in job["rings"]]
         fillers = [
-            Filler(ring, open_order(config, split))
+            Filler(ring, open_parts_of(config, split))
             for ring, split in zip(rings, splits, strict=True)
         ]
         serve(fillers, orders, config)
@@ -96,7 +104,7 @@ def serve(fillers: Sequence[Filler], orders: Orders, config: RunConfig) -> None:
     """Fill the rings, the first one first, a sample at a time; ring 1 is of validation."""
     pause_s = 0.0
     while not orders.has_ended:
-        for order in orders.take(pause_s):
+        if (order := orders.take(pause_s)) is not None:
             fillers[order["ring"]].begin(order["generation"], positions(config, **order))
         if any(filler.advance() for filler in fillers):
             pause_s = 0.0
@@ -110,7 +118,12 @@ def positions(config: RunConfig, *, ring: int, generation: int, first_sample: in
     training = config.training
     if ring == 0:
         return training_positions(training.global_batch_at, first_sample)
-    return validation_positions(config.validation.batches, training.global_batch_size)
+    return validation_positions(held_out_batches(config), training.global_batch_size)
+
+
+def open_parts_of(config: RunConfig, split: Split) -> list[SampleOrder]:
+    """What a ring is read from: the order of training, or what is held out, part by part."""
+    return [open_order(config, "train")] if split == "train" else open_held_out(config)
 
 
 def _die_with(parent: int) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 import numpy as np
@@ -76,7 +77,8 @@ class NodeMemory:
     def close(self) -> None:
         for ring in self.rings:
             ring.close()
-        self._map.close()
+        with suppress(BufferError):  # an error on its way may hold a view: it goes with it
+            self._map.close()
 
 
 class NodeBatches:
@@ -104,7 +106,7 @@ class NodeBatches:
         return self
 
     def __next__(self) -> GlobalBatch:
-        first, size = next(self._positions)
+        first, size, _ = next(self._positions)
         shape = self._ring.shape
         wait_until(self.is_ready, self._look)
         if not self._is_whole():

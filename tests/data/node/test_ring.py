@@ -61,7 +61,7 @@ class Node:
         self.ring.clear()
         ranks = range(shape.num_readers)
         self.memories = [NodeMemory(place, [shape], ranks, deadline_s=deadline_s) for _ in ranks]
-        self.filler = Filler(self.ring, ShuffledSamples(dataset, 3))
+        self.filler = Filler(self.ring, [ShuffledSamples(dataset, 3)])
 
     def rank(self, rank: int, dp_rank: int, generation: int, at: Positions) -> NodeBatches:
         memory = self.memories[rank]
@@ -197,13 +197,26 @@ def test_another_position_voids_what_was_ahead() -> None:
     node.close()
 
 
-def test_validation_comes_round() -> None:
+def test_validation_comes_round_part_by_part() -> None:
     shape = shape_of(slots=2, rows=4)
     node = Node(shape, Counting())
-    source = node.rank(0, 0, 1, validation_positions(3, 4))
-    node.filler.begin(1, validation_positions(3, 4))
+    node.filler = Filler(node.ring, [ShuffledSamples(Counting(), seed) for seed in (3, 4)])
+    source = node.rank(0, 0, 1, validation_positions([2, 1], 4))
+    node.filler.begin(1, validation_positions([2, 1], 4))
+    loaders = [
+        GlobalBatchLoader(
+            ShuffledSamples(Counting(), seed), micro_batch_size=1, dp_rank=0, dp_size=1,
+            batch_size_at=lambda _: 4, prefetch=0,
+        )
+        for seed in (3, 4)
+    ]  # fmt: skip
     with node.filling():
-        assert [next(source).first_sample for _ in range(7)] == [0, 4, 8, 0, 4, 8, 0]
+        for _ in range(2):
+            same(next(source), loaders[0].read(0, 4))
+            same(next(source), loaders[0].read(4, 4))
+            same(next(source), loaders[1].read(0, 4))
+    for loader in loaders:
+        loader.close()
     node.close()
 
 
