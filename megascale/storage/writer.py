@@ -115,17 +115,21 @@ class FileWriter:
             child = self._started()
             try:
                 _send(child, json.dumps(job).encode() + b"\n", doing, self._stall_s + _GRACE_S)
-                return self._await(child, doing, moved)
+                answer = self._await(child, doing, moved)
             except _Died:
                 raise StorageError(self._obituary(child, doing)) from None
-            except Stalled:
+            except BaseException:  # a stall, or an error of `moved`: its answer is still to come
                 self._child = None
                 _bury(child)  # perhaps in vain: one that sleeps in the kernel is left behind
                 raise
+        if isinstance(answer, str):
+            raise StorageError(answer)
+        return answer
 
     def _await(
         self, child: subprocess.Popen[bytes], doing: str, moved: Callable[[int], None]
-    ) -> Written:
+    ) -> Written | str:
+        """What was written, or what went wrong."""
         num_bytes = 0
         while True:
             reply = self._reply(child, doing, num_bytes)
@@ -133,7 +137,7 @@ class FileWriter:
                 num_bytes += reply["moved"]
                 moved(reply["moved"])
             elif "error" in reply:
-                raise StorageError(reply["error"])
+                return str(reply["error"])
             else:
                 fields = reply["written"]
                 return Written(**{**fields, "blocks": tuple(fields["blocks"])})

@@ -72,6 +72,16 @@ def test_a_full_disk_is_said_with_its_numbers_and_leaves_no_part(
     assert storage.get("older") == b"good"
 
 
+def test_a_device_that_is_full_says_so_by_itself(tmp_path: Path) -> None:
+    """The kernel's own ENOSPC."""
+    storage = LocalFolder(tmp_path)
+    storage.put("older", b"good")
+    (tmp_path / "file").symlink_to("/dev/full")
+    with pytest.raises(StorageError, match=r"disk is full.*5,000 bytes more are needed"):
+        storage.write("file", [memoryview(bytes(5000))])
+    assert storage.names() == ["older"]
+
+
 def test_a_small_file_on_a_full_disk_keeps_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -188,6 +188,19 @@ def test_closing_ends_the_process_even_at_its_job(tmp_path: Path, slot: str) -> 
         writer.write(job(tmp_path, slot, 10))
 
 
+def test_an_error_of_whoever_listens_does_not_spoil_the_next_job(
+    tmp_path: Path, slot: str, writer: FileWriter
+) -> None:
+    """What the process still had to say about the first is not taken for the second's."""
+
+    def listen(num_bytes: int) -> None:
+        raise ValueError("the listener")
+
+    with pytest.raises(ValueError, match="the listener"):
+        writer.write(job(tmp_path, slot, 2 * BLOCK_BYTES), listen)
+    assert writer.write(job(tmp_path, slot, 10, "other")).num_bytes == len(HEADER) + 10
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_to_the_group_are_the_trainers(
     tmp_path: Path, slot: str, writer: FileWriter, number: signal.Signals
