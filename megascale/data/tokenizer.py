@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -35,10 +35,14 @@ _SPEC = "train:BPE:VOCAB, a tokenizer.json, or a folder that holds one"
 class TextTokenizer:
     """A tokenizer and its end-of-document token. Picklable: `(tokenizer_json, end_of_document)`."""
 
-    def __init__(self, tokenizer_json: bytes, end_of_document: str) -> None:
+    def __init__(
+        self, tokenizer_json: bytes, end_of_document: str, parsed: Tokenizer | None = None
+    ) -> None:
+        """`parsed` is `tokenizer_json` where that was parsed already: it takes a tenth of a second
+        for a large vocabulary."""
         self.tokenizer_json = tokenizer_json
         self.end_of_document = end_of_document
-        self._tokenizer = Tokenizer.from_str(tokenizer_json.decode())
+        self._tokenizer = parsed or Tokenizer.from_str(tokenizer_json.decode())
         # a stored tokenizer may truncate, pad or obey special tokens found in text; none is ours
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -67,13 +71,14 @@ class TextTokenizer:
     def encode_documents(self, texts: Sequence[str]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """(tokens of all documents end to end, each closed by the end of document; the number of
         tokens of each)"""
-        tokens, lengths = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)]
+        ids = array("i")  # half the time of an array of numpy a document
+        lengths: list[int] = []
         for group in _groups(texts):
-            batch = self._tokenizer.encode_batch_fast(group, add_special_tokens=False)
-            lengths.append(np.fromiter((len(e) + 1 for e in batch), np.int32, len(batch)))
-            ids = chain.from_iterable(chain(e.ids, (self.end_of_document_id,)) for e in batch)
-            tokens.append(np.fromiter(ids, np.int32, int(lengths[-1].sum(dtype=np.int64))))
-        return np.concatenate(tokens), np.concatenate(lengths)
+            for encoding in self._tokenizer.encode_batch_fast(group, add_special_tokens=False):
+                ids.fromlist(encoding.ids)
+                ids.append(self.end_of_document_id)
+                lengths.append(len(encoding) + 1)
+        return np.frombuffer(ids, np.int32), np.array(lengths, np.int32)
 
     def widen_cache(self) -> None:
         """Remember more words: costs memory, never changes a token. For a process that encodes a
@@ -156,7 +161,7 @@ def load_tokenizer(path: Path) -> TextTokenizer:
             f"{file} has no end-of-document token, looked for {', '.join(ends)}; "
             "name one as eos_token in tokenizer_config.json beside it"
         )
-    return TextTokenizer(tokenizer_json, end)
+    return TextTokenizer(tokenizer_json, end, tokenizer)
 
 
 def _configured_end(config: Path) -> list[str]:
