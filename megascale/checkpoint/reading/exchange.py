@@ -13,6 +13,9 @@ A rank that fails goes on through its rounds with headers that announce nothing,
 gets one: nobody waits for data that will not come, and nothing large moves any more. At the end all
 ranks agree on what happened (`outcome.py`). A peer that is gone is skipped from there on. Each wait
 has a deadline.
+
+Host memory of a rank: the blocks that are read ahead (`window.py`: 8, or 12 from an object store),
+and in a round 4 blocks' worth received and what is sent of 4 blocks, equal messages once.
 """
 
 from __future__ import annotations

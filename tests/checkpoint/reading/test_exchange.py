@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megascale.checkpoint.agree import Ranks
 from megascale.checkpoint.reading import Files, Limits, PlanCache, read_pieces, wants_of
+from megascale.storage import LocalFolder
 from tests.checkpoint.layouts import LOADS, SAVES, Layout, empty, reference
 from tests.checkpoint.reading.saving import CountingFolder, save_files
 from tests.distributed import run_ranks
@@ -41,7 +42,7 @@ def _load_all(rank: int, world_size: int, saved: list[Files]) -> Any:
     wrong, ranges = [], []
     for files in saved:
         for layout in LOADS:
-            counting = CountingFolder(files.storage.root)  # type: ignore[attr-defined]
+            counting = CountingFolder(Path(files.storage.url))
             again = Files(counting, files.folder, files.manifest, BLOCK_BYTES)
             wrong += _load(again, rank, world_size, layout)
             ranges.append(counting.ranges)
@@ -68,9 +69,34 @@ def test_any_layout_into_any_other_each_byte_once(
 
 def _plain(files: Files) -> Files:
     """With a storage that can be sent to another process."""
-    return Files(_Root(files.storage.root), files.folder, files.manifest, BLOCK_BYTES)  # type: ignore[attr-defined, arg-type]
+    storage = LocalFolder(Path(files.storage.url))
+    return Files(storage, files.folder, files.manifest, BLOCK_BYTES)
 
 
-class _Root:
-    def __init__(self, root: Path) -> None:
-        self.root = root
+def _load_on_device(rank: int, world_size: int, saved: list[Files]) -> list[str]:
+    wrong = []
+    for files in saved:
+        for layout in LOADS:
+            tensors = {key: tensor.cuda() for key, tensor in empty().items()}
+            # another dtype on the way, for the kinds that allow it without a loss
+            wider = {k: t.double() if t.dtype == torch.float32 else t for k, t in tensors.items()}
+            pieces = layout(rank, world_size, wider)
+            ranks = Ranks(dist.group.WORLD)
+            plan = PlanCache().plan(
+                files, wants_of(pieces), ranks, Limits(BLOCK_BYTES, 2 * BLOCK_BYTES)
+            )
+            read_pieces(files, plan, pieces, ranks, patience_s=20)
+            wanted = layout(rank, world_size, reference())
+            wrong += [
+                f"{layout.__name__} {got.key}"
+                for got, want in zip(pieces, wanted, strict=True)
+                if not torch.equal(got.tensor.cpu(), want.tensor.to(got.tensor.dtype))
+            ]
+    return wrong
+
+
+@pytest.mark.gpu
+def test_blocks_go_to_a_device_through_pinned_memory(tmp_path: Path) -> None:
+    """Two ranks on one device: the exchange is between hosts."""
+    saved = [_plain(_save(tmp_path, 3, layout)) for layout in SAVES]
+    assert run_ranks(_load_on_device, 2, saved) == [[]] * 2
