@@ -32,6 +32,7 @@ from megascale.train.tiers import Due
 from megascale.train.waiting import Waiting
 
 logger = logging.getLogger(__name__)
+_LEAST_TOLD_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class DiskSaves:
         self.saved: Progress | None = None  # what the newest checkpoint holds
         self.path: Path | None = None  # of the newest one that was saved here
         self._above = 0
+        self._num_waits = 0
         self.required: Progress | None = None  # what must be saved: where it is not, that is raised
 
     def number_above(self, number: int) -> None:
@@ -131,13 +133,17 @@ class DiskSaves:
         self.poll()
 
     def _tell_wait(self, step: int, seconds: float) -> None:
+        """Each is an incident; those that cost something are logged, the 1st, 2nd, 4th, 8th ..."""
         self._recorder.incident("checkpoint_waited", step=step, seconds=round(seconds, 6))
-        if self._ranks.is_writer:
+        self._num_waits += seconds >= _LEAST_TOLD_S
+        number = self._num_waits
+        if seconds >= _LEAST_TOLD_S and not number & (number - 1) and self._ranks.is_writer:
             logger.warning(
-                "a checkpoint is due, and training waited %.1f s for the one of step %d; a larger "
-                "checkpoint.interval, or a faster storage, costs less",
+                "a checkpoint is due, and training waited %.1f s for the one of step %d (the %d. "
+                "wait); a larger checkpoint.interval, or a faster storage, costs less",
                 seconds,
                 step,
+                number,
             )
 
     def _succeeded(self, begun: _UnderWay, path: Path) -> None:
