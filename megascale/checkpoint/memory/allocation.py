@@ -100,7 +100,7 @@ def make_room(
 ) -> None:
     """Size the slots and have the pages of the own ones there, for CUDA to copy to by itself."""
     on_device = device.type == "cuda"
-    if on_device:
+    if device.index is not None:
         torch.cuda.set_device(device)  # a thread starts on the first
     for slots, num_bytes in ((own, own_bytes), (copies, copy_bytes)):
         for slot in slots:

@@ -94,12 +94,9 @@ class Completion:
                 body_hash=self.hasher.hash_of(slot.image[body.start :]),
             )
         )
+        self.doing = "its copy is sent"
 
     def _exchange(self, slot: Slot, marked: Future[None], group: dist.ProcessGroup) -> None:
-        def is_marked() -> None:
-            marked.result()
-            self.doing = "its copy is sent"
-
         self._pacer.start()
         keeper, kept = self._all.keeper, self._all.kept
         sends = [] if keeper is None else [(slot.image, keeper)]
@@ -110,7 +107,7 @@ class Completion:
             copy.allocate(self._all.kept_bytes)  # it may have been another rank's
             copy.begin()
             receives = [(copy.image, kept)]
-        transfer(sends, receives, group, pacer=self._pacer, before_header=is_marked)
+        transfer(sends, receives, group, pacer=self._pacer, before_header=marked.result)
         marked.result()
         if copy is not None:
             copy.mark()

@@ -23,7 +23,7 @@ from megascale.checkpoint.memory.hashing import CHUNK_BYTES, chunks_of, crc_of, 
 from megascale.checkpoint.memory.serving import Connection
 from megascale.errors import CheckpointError
 
-MAX_THREADS = 8
+MIN_THREADS, MAX_THREADS = 4, 8
 
 
 class Source(Protocol):
@@ -89,9 +89,11 @@ def fill(
     chunks = chunks_of(body.num_bytes)
     crcs = [0] * len(chunks)
     filling, numbers = body.filling(), _Numbers(len(chunks))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # whoever still writes to the pieces
 
     def work(thread: int) -> None:
-        if device.type == "cuda":
+        if device.index is not None:
             torch.cuda.set_device(device)  # a thread starts on the first
         lane, source = _Lane(device), open_source(thread)
         try:

@@ -33,7 +33,8 @@ def transfer(
 
     before_header  called before the first page is sent, which goes last: until then it may change
 
-    Raises CheckpointError that names the rank whose end went.
+    Raises CheckpointError that names the rank whose end went: at once where the connection tells
+    it, else at the timeout of the group (gloo was seen to do either when a peer is killed).
     """
     arriving = [
         (dist.irecv(part, src=source, group=group, tag=tag), source)
@@ -79,4 +80,6 @@ def _wait(work: dist.Work | None, other: int, what: str) -> None:
 
 def _gone(error: RuntimeError, other: int, what: str) -> CheckpointError:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return CheckpointError(f"{what} rank {other} was cut off ({reason}): that rank is gone")
+    return CheckpointError(
+        f"{what} rank {other} was cut off ({reason}): that rank is gone or stuck"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,8 @@ def _entry(rank: int, store: str, folder: str, said: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     log, values = _Log(), torch.zeros_like(_expected(rank, 0))
-    slots, count = _open(folder, rank, values, is_behind=True, group_behind=dist.new_group())
+    group = dist.new_group(timeout=timedelta(seconds=5))
+    slots, count = _open(folder, rank, values, is_behind=True, group_behind=group)
     for step in (1, 2, 3):
         values.copy_(_expected(rank, step))
         count.fill_(step)
@@ -112,6 +114,7 @@ def test_a_rank_that_goes_while_it_sends_costs_the_copy_alone(memory: Path, tmp_
         process.start()
     for process in ranks:
         process.join(60.0)
+        process.kill()
     assert [process.exitcode for process in ranks] == [0, -signal.SIGKILL]
     error, *lines = said.read_text().splitlines()
     assert "rank 1 was cut off" in error
@@ -125,3 +128,34 @@ def test_a_rank_that_goes_while_it_sends_costs_the_copy_alone(memory: Path, tmp_
     assert steps == {"own": {2, 3}, "copy": {2}}
     results = run_ranks(_restore, 2, str(memory), ("mapped",), "")
     assert [outcome for outcome, _ in results] in (["step 2"] * 2, ["step 3"] * 2)
+
+
+def _paced_saves(rank: int, _world_size: int, folder: str) -> tuple[list[int], Any]:
+    """Saves whose copies always meet a busy network, so each takes 0.5 s and more."""
+    values, told = torch.zeros_like(_expected(rank, 0)), []
+    slots, count = _open(
+        folder,
+        rank,
+        values,
+        is_behind=True,
+        group_behind=dist.new_group(),
+        network_is_busy=lambda: True,
+        most_paced_s=0.5,
+        told=lambda kind, detail: told.append((kind, detail["why"], detail["waited_s"])),
+    )
+    for step in (1, 2, 3, 4):
+        values.copy_(_expected(rank, step))
+        count.fill_(step)
+        slots.begin(step, 8 * step)
+        slots.settled()
+    slots.join()
+    headers = [Slot(file).header() for file in Path(folder).glob(f"agent{rank}/*")]
+    return sorted(header.stamp.step for header in headers if header), told
+
+
+def test_a_copy_that_is_late_delays_the_next_save_and_none_is_dropped(memory: Path) -> None:
+    for steps, told in run_ranks(_paced_saves, 2, str(memory)):
+        assert steps == [3, 3, 4, 4], "own slots and copies, of the last two saves"
+        assert {kind for kind, _, _ in told} == {"memory_save_waited"}
+        assert any(why == "its copy is sent" for _, why, _ in told), told
+        assert max(waited_s for _, _, waited_s in told) > 0.1
