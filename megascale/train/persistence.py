@@ -25,7 +25,8 @@ from megascale.train.corpus import data_identity
 from megascale.train.disk_saves import DiskSaves
 from megascale.train.last_checkpoint import LastCheckpoint
 from megascale.train.memory_slots import open_slots
-from megascale.train.remote_tier import RemoteTier, check_unused
+from megascale.train.remote_owner import own_remote
+from megascale.train.remote_tier import RemoteTier
 from megascale.train.restoring import Restored, Restorer
 from megascale.train.rotation import Rotation
 from megascale.train.run_folder import RunFolder
@@ -79,6 +80,8 @@ class Persistence:
 
     def restore(self, *, resume: bool) -> Progress:
         """Fill masters and moments; where the run stands."""
+        if self._has_remote:
+            own_remote(self.settings.remote, self.folder.path, self._ranks, resume=resume)
         self._open_tiers()
         tier = self._memory if self._is_tier else None
         restored = self._restorer.resume(tier) if resume else None
@@ -91,8 +94,6 @@ class Persistence:
     def _start_anew(self, resume: bool) -> Progress:
         if resume:
             logger.warning("no committed checkpoint in %s: starting anew", self.folder.checkpoints)
-        elif self._has_remote:
-            check_unused(self.settings.remote, self._ranks)
         if self._memory is not None:
             self._memory.forget()
         source = self.settings.initial_load_path

@@ -8,17 +8,13 @@ from pathlib import Path
 
 from megascale.checkpoint import apply_retention
 from megascale.checkpoint.agree import Ranks
-from megascale.checkpoint.manifest import Listing, list_checkpoints
-from megascale.checkpoint.places import Location
 from megascale.config import CheckpointConfig
-from megascale.errors import CheckpointError
 from megascale.storage import FileWriter, open_storage
 from megascale.telemetry.recorder import Recorder
 from megascale.train.remote_copies import Copied, CopyFailed, RemoteCopies
 from megascale.train.waiting import Waiting
 
 logger = logging.getLogger(__name__)
-_PROBE = "writable"  # a file that is there for a moment
 
 
 class RemoteTier:
@@ -105,21 +101,3 @@ class RemoteTier:
         remote = self._settings.remote
         most = self._settings.remote_keep_latest_k
         apply_retention(remote, most, known_good=f"{remote}/{newest}")
-
-
-def check_unused(remote: str, ranks: Ranks) -> None:
-    """Refuse a new run beside checkpoints of another: on a restart they would be taken for its
-    own. Collective; raises CheckpointError also where nothing can be read or written there."""
-
-    def look() -> Listing[Location]:
-        listing, storage = list_checkpoints(remote), open_storage(remote)
-        storage.put(_PROBE, b"can this be written?")
-        storage.remove(_PROBE)
-        return listing
-
-    listing = ranks.writer_does(look)
-    if listing.committed or listing.damaged:
-        raise CheckpointError(
-            f"checkpoint.remote {remote} holds {len(listing.committed)} checkpoint(s) already, and "
-            "this is a new run; name a place of its own, or continue that run with --resume"
-        )

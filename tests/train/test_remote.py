@@ -262,6 +262,21 @@ def test_a_new_run_beside_the_copies_of_another_is_refused(
     assert "name a place of its own" in told
 
 
+def test_resuming_with_the_remote_of_another_run_is_refused(
+    whole: Path, tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both have the same model, data and seed: nothing else tells them apart."""
+    run, own = tmp_path / "run", tmp_path / "own"
+    assert train_here(monkeypatch, run, f'checkpoint.remote="{own}"') == 0
+    assert _committed(own) == ["step-00000002"]
+    settings = [f'checkpoint.remote="{whole / "remote"}"', "training.steps=3"]
+    assert train_here(monkeypatch, run, *settings, more=["--resume"]) == 4
+    assert "holds the checkpoints of another run" in capsys.readouterr().err
+    settings = [f'checkpoint.remote="{tmp_path / "new"}"', "training.steps=3"]
+    assert train_here(monkeypatch, run, *settings, more=["--resume"]) == 0
+    assert _committed(tmp_path / "new") == ["step-00000003"]
+
+
 @pytest.mark.parametrize("remote", ["s33://bucket/run", "/proc/nothing/here"])
 def test_a_remote_that_cannot_be_is_refused_before_anything_is_trained(
     tmp_path: Path,
