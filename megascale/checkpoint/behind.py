@@ -145,7 +145,7 @@ class BackgroundSaves:
                 folder = self._save(staged, meta, digests, held)
         except Exception as error:  # the edge of a thread: told to whoever looks
             logger.debug("the save of step %d failed", staged.step, exc_info=True)
-            self._ended.append(SaveFailed(staged.step, explain(error)))
+            self._ended.append(SaveFailed(staged.step, _reason(error)))
         else:
             path, took_s = locate(self._root, folder), time.monotonic() - since_s
             self._ended.append(Saved(staged.step, path, staged.num_bytes, took_s))
@@ -184,6 +184,16 @@ class BackgroundSaves:
                 fence=self._fence,
                 above=self.above,
             )
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RuntimeError):  # of a collective: gloo has no class of its own
+        what = str(error).partition(". This is typically")[0]
+        return (
+            "another rank is gone, or does not answer, while the checkpoint is written; nothing "
+            f"was committed ({what})"
+        )
+    return explain(error)
 
 
 def _digest_staged(staged: Staged) -> Digests:

@@ -182,8 +182,9 @@ def commit(storage: Storage, folder: str, manifest: Manifest, *, above: int = 0)
 
 
 def discard(storage: Storage, folder: str) -> None:
-    """Delete a checkpoint; mark and manifest go first, so that a kill leaves a leftover."""
-    for name in (MARK, MANIFEST, ""):
+    """Delete a checkpoint. Killed after the manifest went, it is a checkpoint that does not load
+    and is deleted with the next rotation; after the mark went, a leftover."""
+    for name in (MANIFEST, MARK, ""):
         storage.remove(f"{folder}/{name}" if name else folder)
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -206,3 +207,48 @@ def test_ranks_save_together_and_fail_together(tmp_path: Path) -> None:
         assert "are both written" in second
         assert third == f"3 {tmp_path}/root/step-00000003"
         assert digests == wanted
+
+
+def _die_behind(rank: int, world_size: int, folder: str) -> None:
+    """Rank 1 is gone when its file is to be written."""
+
+    class Dying:
+        def write(self, job: FileJob, moved: Callable[[int], None] = lambda _: None) -> Written:
+            os._exit(9)
+
+    with FileWriter() as writer:
+        saves = BackgroundSaves(
+            Path(folder), Ranks(dist.group.WORLD), Dying() if rank == 1 else writer
+        )
+        held = Held(Path(folder) / f"slot{rank}", rows(rank, world_size, reference()))
+        saves.start(held.staged(2), {})
+        saves.close()
+
+
+def test_a_rank_that_dies_behind_training_leaves_no_mark(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(AssertionError, match=r"died without a word|failed"):
+        run_ranks(_die_behind, 2, str(tmp_path))
+    assert find_latest(tmp_path) is None
+    assert "step-00000002: no commit mark" in caplog.text
+
+
+def _break_the_group() -> None:
+    raise RuntimeError("Connection closed by peer [::1]. This is typically caused by a worker")
+
+
+def test_a_rank_that_is_gone_is_said(tmp_path: Path, writer: FileWriter) -> None:
+    class Broken(Ranks):
+        def gather(self, part: Callable[[], object]) -> Any:
+            return _break_the_group()
+
+    saves = BackgroundSaves(tmp_path, Broken(None), writer)
+    held = Held(tmp_path / "slot", _pieces(1))
+    saves.start(held.staged(1), {})
+    saves.close()
+    (failed,) = saves.finished()
+    assert isinstance(failed, SaveFailed)
+    assert "another rank is gone" in failed.reason
+    assert failed.reason.endswith("(Connection closed by peer [::1])")
+    assert held.released.is_set()
