@@ -151,7 +151,7 @@ def _documents(put: Buffers, number: int, batch: MicroBatch) -> Documents | None
 
 
 class DeviceBatches:
-    """The steps of a loader as device tensors, a step ahead. `waited_s`: what it cost the host."""
+    """The steps of a loader as device tensors, a step ahead."""
 
     def __init__(
         self,
@@ -174,23 +174,21 @@ class DeviceBatches:
     def prefetch(self) -> None:
         """Take the next step if its loader has it; called when a step's backward was issued."""
         if self._ahead and self._next is None and self._source.is_ready():
-            with self._waiting():
-                try:
-                    self._next = self._take()
-                except Exception as error:  # noqa: BLE001 - the `next` that needs it raises it
-                    self._next = error
+            try:
+                self._next = self._take()
+            except Exception as error:  # noqa: BLE001 - the `next` that needs it raises it
+                self._next = error
 
     def __next__(self) -> DeviceStep:
-        with self._waiting():
-            step = self._take() if self._next is None else self._next
-            self._next = None
-            if isinstance(step, BaseException):
-                raise step
-            self._hand_out()
+        step = self._take() if self._next is None else self._next
+        self._next = None
+        if isinstance(step, BaseException):
+            raise step
+        self._hand_out()
         return step
 
     def take_waited_s(self) -> float:
-        """Seconds of the host in here since the last call."""
+        """Seconds that the host waited for its loader since the last call, early or not."""
         waited, self._waited_s = self._waited_s, 0.0
         return waited
 
@@ -200,7 +198,8 @@ class DeviceBatches:
         self._source.close()
 
     def _take(self) -> DeviceStep:
-        batch = next(self._source)
+        with self._waiting():
+            batch = next(self._source)
         buffers = self._sets[self._turn]
         if self._stream is None:
             batches = self._copy(batch.micro_batches, buffers)
