@@ -19,7 +19,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from megascale.checkpoint.places import Location, Root, locate, name_of, opened, storage_of
 from megascale.errors import CheckpointError, StorageError
-from megascale.storage import BLOCK_BYTES, Storage
+from megascale.storage import Storage
 
 MARK = "COMMITTED"
 MANIFEST = "manifest.json"
@@ -105,20 +105,6 @@ def _other_format(found: object) -> str:
         f"checkpoint format {found} of {which} megascale, this version reads {FORMAT}; {remedy} "
         "the version that wrote it"
     )
-
-
-def hash_file(
-    path: Path, moved: Callable[[], None] = lambda: None, *, header_bytes: int = 0
-) -> SavedFile:
-    """`moved`: called for each block that was read."""
-    blocks = []
-    block = bytearray(BLOCK_BYTES)
-    with path.open("rb", buffering=0) as file:
-        header = hashlib.sha256(file.read(header_bytes)).hexdigest()
-        while num_bytes := file.readinto(block):
-            blocks.append(hashlib.sha256(memoryview(block)[:num_bytes]).hexdigest())
-            moved()
-        return SavedFile(file.tell(), header_bytes, header, tuple(blocks))
 
 
 class Listing(NamedTuple, Generic[Place]):

@@ -52,8 +52,8 @@ class Vanishing(LocalFolder):
 class Slow(LocalFolder):
     """Each block takes `block_s`."""
 
-    def __init__(self, root: Path, block_s: float) -> None:
-        super().__init__(root)
+    def __init__(self, root: Path, block_s: float, stall_s: float) -> None:
+        super().__init__(root, stall_s=stall_s)
         self._block_s = block_s
 
     def write(

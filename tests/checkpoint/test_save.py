@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -23,9 +24,9 @@ from megascale.checkpoint.manifest import read_manifest
 from megascale.checkpoint.pieces import Piece
 from megascale.errors import CheckpointError
 from megascale.shards import Box
-from megascale.storage import BLOCK_BYTES
+from megascale.storage import BLOCK_BYTES, LocalFolder, direct
 from tests.checkpoint.layouts import at_rank_0, columns, reference, replicated, rows, whole
-from tests.checkpoint.storages import Recording, Vanishing
+from tests.checkpoint.storages import Recording, Slow, Vanishing
 from tests.distributed import run_ranks
 
 
@@ -247,3 +248,27 @@ def test_a_storage_that_vanishes_while_it_is_written(
     after = save_checkpoint(storage, 2, pieces, {})
     assert after == tmp_path / "step-00000002.1"
     assert find_latest(tmp_path) == after
+
+
+def test_a_storage_that_stalls_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _save_one(tmp_path)
+    asleep = threading.Event()
+    write_at = direct.write_at
+    monkeypatch.setattr(direct, "write_at", lambda *_: asleep.wait(30))
+    storage = LocalFolder(tmp_path, stall_s=0.2)
+    pieces = [whole("master/a", torch.randn(100))]
+    with pytest.raises(CheckpointError, match=r"step-00000002/rank-00000.safetensors.*0\.2 s"):
+        save_checkpoint(storage, 2, pieces, {})
+    asleep.set()
+    monkeypatch.setattr(direct, "write_at", write_at)
+    assert find_latest(tmp_path) == before
+    save_checkpoint(storage, 3, pieces, {})
+    assert find_latest(tmp_path) == tmp_path / "step-00000003"
+
+
+def test_a_storage_that_is_slow_is_waited_for(tmp_path: Path) -> None:
+    """No progress for `stall_s` is an error; a save that takes longer than that is none."""
+    storage = Slow(tmp_path, block_s=0.15, stall_s=0.3)
+    path = save_checkpoint(storage, 1, [whole("master/a", torch.randn(12 << 20))], {})
+    assert path == tmp_path / "step-00000001"
+    verify(path)
