@@ -13,7 +13,7 @@ damaged checkpoint, reads no header.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megascale.checkpoint.agree import Ranks
 from megascale.checkpoint.layout import Entry
@@ -92,14 +92,19 @@ def _plan_same_layout(
         tensor = saved.tensor(want.key)
         if tensor is None or tensor.shape != want.global_shape or not saved.covers(want):
             return None
-    needs = Needs(saved, limits)
-    for rank, numbered in enumerate(elsewhere):
-        for piece, want in numbered:
-            needs.add(rank, piece, want)
-    for piece in sorted(set(range(len(wants))) - {piece for piece, _ in elsewhere[ranks.rank]}):
-        needs.add(ranks.rank, piece, wants[piece])
-    readers = {block: block[0] for block in needs.num_bytes}
-    return plan_rank(needs, readers, ranks.rank)
+
+    def plan() -> RankPlan:
+        needs = Needs(saved, limits)
+        for rank, numbered in enumerate(elsewhere):
+            for piece, want in numbered:
+                needs.add(rank, piece, want)
+        told = {piece for piece, _ in elsewhere[ranks.rank]}
+        for piece, want in enumerate(wants):
+            if piece not in told:
+                needs.add(ranks.rank, piece, want)
+        return plan_rank(needs, {block: block[0] for block in needs.num_bytes}, ranks.rank)
+
+    return _together(ranks, plan)
 
 
 def _plan_any_layout(
@@ -113,9 +118,19 @@ def _plan_any_layout(
     saved = Saved({number: part for headers, _ in told for number, part in headers.items()})
     ranks.gather(lambda: saved.refuse_another_model(wants, files.where))
     saved.refuse_unasked({want.key for _, wanted in told for want in wanted}, files.where)
-    needs = Needs(saved, limits)
-    for rank, (_, wanted) in enumerate(told):
-        for piece, want in enumerate(wanted):
-            needs.add(rank, piece, want)
-    readers = choose_readers(needs)
-    return plan_rank(needs, readers, ranks.rank)
+
+    def plan() -> RankPlan:
+        needs = Needs(saved, limits)
+        for rank, (_, wanted) in enumerate(told):
+            for piece, want in enumerate(wanted):
+                needs.add(rank, piece, want)
+        return plan_rank(needs, choose_readers(needs), ranks.rank)
+
+    return _together(ranks, plan)
+
+
+def _together(ranks: Ranks, plan: Callable[[], RankPlan]) -> RankPlan:
+    """Each rank its own; where one fails, all raise, and none waits for messages of it."""
+    made: list[RankPlan] = []
+    ranks.gather(lambda: made.append(plan()))
+    return made[0]
