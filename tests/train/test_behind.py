@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megascale.checkpoint import read_meta, verify
@@ -308,7 +309,27 @@ class _GivenUp:
         FileWriter.write = give_up  # type: ignore[method-assign]
 
 
-def test_what_is_written_behind_training_leaves_nothing_behind(tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
-    assert train(tmp_path / "run", SINGLE, SMALL) == [None]
-    assert set(os.listdir("/dev/shm")) <= before
+def test_the_process_that_writes_ends_with_its_run(tmp_path: Path) -> None:
+    assert train(tmp_path / "run", SINGLE, SMALL, plant=_SayPid(tmp_path / "pid")) == [None]
+    owner = (tmp_path / "pid").read_text()
+    deadline_s = time.monotonic() + 10
+    while left := _writers_of(owner):
+        assert time.monotonic() < deadline_s, left
+        time.sleep(0.05)
+
+
+@dataclass(frozen=True)
+class _SayPid:
+    file: Path
+
+    def __call__(self, _rank_loop: Loop) -> None:
+        self.file.write_text(str(os.getpid()))
+
+
+def _writers_of(owner: str) -> list[int]:
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        words = process.info["cmdline"] or []
+        if "megascale.storage.writer_process" in words and owner in words:
+            found.append(process.info["pid"])
+    return found
