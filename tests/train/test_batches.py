@@ -188,7 +188,7 @@ def test_waits_are_counted_where_they_happen(monkeypatch: pytest.MonkeyPatch) ->
     assert batches.take_waited_s() == 0.5
     next(batches)
     assert batches.take_waited_s() == 0.0
-    assert spans == ["data_wait"] * 2
+    assert spans == ["data_wait"] * 3
 
 
 def _on_cuda(_rank: int, _world_size: int) -> list[int]:
