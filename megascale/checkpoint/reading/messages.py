@@ -1,7 +1,8 @@
 """Messages between the ranks of a load: each wait has a deadline, and a peer that is gone a name.
 
 Gloo says that a connection was closed, and not by whom. Here every wait is for one peer, so the
-error names it. To a peer that failed once nothing is sent any more.
+error names it. For a peer that failed once nobody waits any more; one that was only silent is still
+told things, in case it lives.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megascale.checkpoint.agree import Ranks
 from megascale.errors import CheckpointError
 
 _FOR_EVER = timedelta(days=30)
-_LEAST_S = 0.01  # what has arrived is taken also after the deadline
+_LEAST_S = 1.0  # what has arrived is taken also after the deadline, on a busy machine too
 
 
 class PeerGoneError(CheckpointError):
@@ -90,6 +91,7 @@ class Messages:
         self.meanwhile: Callable[[], None] = lambda: None
         self._waiter = _Waiter()
         self._gone: dict[int, PeerGoneError] = {}
+        self._closed: set[int] = set()  # of them, those whose connection is
         self._abandoned: list[Message] = []  # gloo may still write to them
 
     def close(self) -> None:
@@ -124,22 +126,25 @@ class Messages:
                 self.meanwhile()
         except RuntimeError as error:
             self._abandoned.append(message)
-            raise self._lost(message.peer) from error
+            raise self._lost_connection(message.peer) from error
         self._waiter = _Waiter()
         self._abandoned.append(message)
         raise self._lost(message.peer, f"said nothing for {self.patience_s:.0f} s")
 
     def _post(self, post: Callable[[], dist.Work | None], tensor: Tensor, peer: int) -> Message:
-        if peer in self._gone:
+        if peer in self._closed:
             raise self._gone[peer]
         try:
             work = post()
         except RuntimeError as error:
-            raise self._lost(peer) from error
+            raise self._lost_connection(peer) from error
         assert work is not None, "this rank is not of the group"
         return Message(peer, tensor, work)
 
-    def _lost(self, peer: int, what: str = "is gone (its connection was closed)") -> PeerGoneError:
+    def _lost_connection(self, peer: int) -> PeerGoneError:
+        self._closed.add(peer)
+        return self._lost(peer, "is gone (its connection was closed)")
+
+    def _lost(self, peer: int, what: str) -> PeerGoneError:
         text = f"rank {peer} of {self.ranks.num_ranks} {what}; look at its log and its node"
-        self._gone[peer] = PeerGoneError(peer, text)
-        return self._gone[peer]
+        return self._gone.setdefault(peer, PeerGoneError(peer, text))
