@@ -45,8 +45,8 @@ def measure(recipe: Path, data: Path, overrides: Sequence[str], nproc: int, warm
     folder = Path(tempfile.mkdtemp(prefix="data-wait-"))
     try:
         command = [sys.executable, "-m", "megascale", "train", str(recipe), "--nproc", str(nproc)]
-        fixed = ("data.synthetic=false", f"data.path={data}", f"job.run_dir={folder / 'run'}")
-        fixed += ("checkpoint.enable=false", "metrics.tensorboard=false", "validation.interval=0")
+        fixed = ["data.synthetic=false", f"data.path={data}", f"job.run_dir={folder / 'run'}"]
+        fixed += ["checkpoint.enable=false", "metrics.tensorboard=false", "validation.interval=0"]
         for override in (*fixed, *overrides):
             command += ["--set", override]
         ended = subprocess.run(
