@@ -14,13 +14,15 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import multiprocessing
+import multiprocessing.process
 import os
 import signal
 import threading
 from collections import Counter, deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -177,9 +179,10 @@ def encode_tasks(tasks: Iterable[Task], recipe: Recipe, workers: int) -> Generat
         (recipe,),
     ) as pool:
         try:
-            pending: deque[Future[Encoded]] = deque(
-                pool.submit(_encode, task) for task in islice(rest, workers * _TASKS_AHEAD)
-            )
+            with _threadless_children():
+                pending: deque[Future[Encoded]] = deque(
+                    pool.submit(_encode, task) for task in islice(rest, workers * _TASKS_AHEAD)
+                )
             while pending:
                 yield pending.popleft().result()
                 pending.extend(pool.submit(_encode, task) for task in islice(rest, 1))
@@ -192,9 +195,26 @@ def encode_tasks(tasks: Iterable[Task], recipe: Recipe, workers: int) -> Generat
             pool.shutdown(cancel_futures=True)
 
 
+@contextmanager
+def _threadless_children() -> Iterator[None]:
+    """Processes that start here get no threads of numpy's: they would not be used, and malloc, half
+    of what encoding takes, locks nothing in a process that never had a second thread."""
+    name = "OPENBLAS_NUM_THREADS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 # --- in the worker process ---------------------------------------------------------------------
 
 _recipe: Recipe
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 _MALLOPT = {-1: 1 << 30, -3: 1 << 30}  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of glibc's malloc.h
 
 
@@ -205,7 +225,7 @@ def _start_worker(recipe: Recipe) -> None:
     _keep_freed_memory()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers the keyboard
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    _die_with_parent()
 
 
 def _keep_freed_memory() -> None:
@@ -221,6 +241,14 @@ def _die_with_parent() -> None:
     """A killed parent cannot stop its workers, and the pool's pipes do not tell them."""
     parent = multiprocessing.parent_process()
     assert parent is not None
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is None or prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
+    elif os.getppid() != parent.pid:  # it died before
+        os._exit(1)
+
+
+def _exit_after(parent: multiprocessing.process.BaseProcess) -> None:
     parent.join()
     os._exit(1)
 
