@@ -68,6 +68,12 @@ class Completion:
             dist.all_reduce(torch.zeros(1), group=self._group)
         self.complete = stamp
 
+    def why_late(self, waited_s: float) -> str:
+        return (
+            f"a save to memory has not ended in {waited_s:.0f} s ({self.doing}): rank "
+            f"{self._all.keeper}, which keeps its copy, or another is gone or stuck"
+        )
+
     def copies_to_size(self) -> list[Slot]:
         """A copy of the newest whole save, whosever it is, stays until a later one is whole."""
         if self._all.kept is None:

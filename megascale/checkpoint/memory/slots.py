@@ -16,7 +16,12 @@ Invariants:
    slot is free, waits, and that is told (`Waits`).
 
 On a GPU the copy runs beside the next step's forward and backward, which only read the state, and
-the update waits for it; the rest goes on behind training.
+the update waits for it; the rest goes on behind training. Where the loop does not run a step ahead,
+hashing and sending belong in `settled`: behind training a kill could cost two steps.
+
+What a save keeps the loop, measured on two cores that did five times as much beside: of 64 MiB a
+rank, 7 ms to copy (`begin`) and 18 ms to hash; with copies between two ranks 8 and 82 ms, where the
+rest goes on behind training 8 and 11. Of 512 MiB: 79 and 194 ms, with copies 152 and 842 ms.
 """
 
 from __future__ import annotations
@@ -49,9 +54,11 @@ from megascale.checkpoint.memory.worker import in_thread
 from megascale.checkpoint.pieces import Piece
 from megascale.checkpoint.staged import Staged
 from megascale.env import hostname
+from megascale.errors import CheckpointError
 from megascale.topology import Mesh
 
 logger = logging.getLogger(__name__)
+_MOST_S = 3600.0  # a rank whose slots are held for long (`Ring`: half as long) keeps the others
 
 
 class MemorySlots:
@@ -225,8 +232,12 @@ class MemorySlots:
     def join(self) -> None:
         """Wait for what goes on behind training; raises what it ended with."""
         running, self._running = self._running, None
-        if running is not None:
-            running.result()
+        if running is None:
+            return
+        try:
+            running.result(_MOST_S)
+        except TimeoutError:
+            raise CheckpointError(self._completion.why_late(_MOST_S)) from None
 
     def forget(self) -> None:
         """The run goes back: what the slots hold is of a branch that ends."""

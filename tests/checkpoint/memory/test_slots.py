@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,9 @@ from torch import Tensor
 
 from megascale.checkpoint.agree import Ranks
 from megascale.checkpoint.memory import MemorySlots
+from megascale.checkpoint.memory import slots as slots_module
+from megascale.checkpoint.memory.slot import Slot
+from megascale.errors import CheckpointError
 from megascale.topology import Mesh
 from tests.checkpoint.layouts import whole
 
@@ -26,7 +31,9 @@ def memory() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def _open(memory: Path, values: Tensor, *, is_behind: bool = False, epoch: int = 1) -> MemorySlots:
+def _open(
+    memory: Path, values: Tensor, *, is_behind: bool = False, epoch: int = 1, num_own: int = 2
+) -> MemorySlots:
     return MemorySlots(
         str(memory / "slots-000"),
         [whole("master/a", values)],
@@ -37,6 +44,7 @@ def _open(memory: Path, values: Tensor, *, is_behind: bool = False, epoch: int =
         epoch=epoch,
         device=values.device,
         is_behind=is_behind,
+        num_own=num_own,
     )
 
 
@@ -170,3 +178,48 @@ def test_an_error_behind_training_reaches_it(memory: Path, monkeypatch: pytest.M
     slots.settled()
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         slots.begin(2, 16)
+
+
+def test_a_save_that_never_ends_is_told(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = _open(memory, torch.ones(100), is_behind=True)
+    slots.begin(1, 8)
+    ends = threading.Event()
+    monkeypatch.setattr(slots, "_finish", lambda _: ends.wait(10.0))
+    monkeypatch.setattr(slots_module, "_MOST_S", 0.05)
+    slots.settled()
+    with pytest.raises(CheckpointError, match="a save to memory has not ended in 0 s"):
+        slots.join()
+    ends.set()
+
+
+def test_slots_of_a_start_that_had_more_are_used_and_then_given_back(memory: Path) -> None:
+    values = torch.ones(100)
+    slots = _open(memory, values, num_own=4)
+    for step in range(1, 5):
+        values.fill_(step)
+        slots.begin(step, step)
+        slots.settled()
+    assert Slot(memory / "slots-000.own3").header() is not None
+    again = _open(memory, values, epoch=2)
+    stamp = again.restore(None)
+    assert stamp is not None
+    assert (stamp.step, values.unique().tolist()) == (4, [4.0])
+    assert (memory / "slots-000.own3").exists(), "the only one that has step 4"
+    again.begin(5, 5)
+    again.settled()
+    assert sorted(path.name for path in memory.iterdir()) == ["slots-000.own0", "slots-000.own1"]
+
+
+def test_room_that_is_made_behind_training_is_there_at_the_first_save(
+    memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    values = torch.ones(1 << 20)
+    slots = _open(memory, values)
+    slots.prepare()
+    slots.prepare()
+    assert caplog.text.count("of a node's memory: 1 rank(s), each 2 slot(s) of 4,") == 1
+    slots.forget()
+    slots.begin(1, 8)
+    slots.settled()
+    assert slots.restore(None) is not None
