@@ -6,7 +6,9 @@ at its start, and whether that was bitwise right, it sends first.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +30,7 @@ from tests.checkpoint.kills.points import Points
 from tests.checkpoint.kills.state import State
 
 DISK_INTERVAL, KEEP = 3, 3
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -211,7 +214,8 @@ def enter(
     orders: Orders,
     store: str,
 ) -> None:
-    """In a process of its own, which does not return."""
+    """In a process of its own, which does not return, and does not outlive its parent."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         Life(folder, rank, world_size, board, tell).run(orders, store)
     except BaseException as error:  # noqa: BLE001 - the edge of a process: told, for a message
