@@ -221,7 +221,6 @@ _MALLOPT = {-1: 1 << 30, -3: 1 << 30}  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of g
 def _start_worker(recipe: Recipe) -> None:
     global _recipe
     _recipe = recipe
-    recipe.tokenizer.widen_cache()
     _keep_freed_memory()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers the keyboard

@@ -27,7 +27,6 @@ END_OF_DOCUMENT = "<|endoftext|>"
 # asked in this order where tokenizer_config.json names no eos_token: GPT, Llama 3, Llama 2, Gemma
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
 _GROUP_CHARACTERS = 1 << 17
-_CACHED_WORDS = 200_000  # some 30 MB where all are used
 _SMALLEST_VOCAB = 257  # every byte, and the end of document
 _SPEC = "train:BPE:VOCAB, a tokenizer.json, or a folder that holds one"
 
@@ -79,13 +78,6 @@ class TextTokenizer:
                 ids.append(self.end_of_document_id)
                 lengths.append(len(encoding) + 1)
         return np.frombuffer(ids, np.int32), np.array(lengths, np.int32)
-
-    def widen_cache(self) -> None:
-        """Remember more words: costs memory, never changes a token. For a process that encodes a
-        lot; the library's 10,000 words are soon full, and a full cache forgets nothing."""
-        resize = getattr(self._tokenizer.model, "_resize_cache", None)
-        if resize is not None:
-            resize(_CACHED_WORDS)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)

@@ -148,23 +148,14 @@ def test_good_specifications() -> None:
     assert training_vocab_size("some/folder") is None
 
 
-def test_groups_and_a_wide_cache_change_no_token(
-    tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_change_no_token(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"def f_{i}(x):\n    return {'x + ' * i}1\n" for i in range(50)]
     tokens, lengths = tokenizer.encode_documents(texts)
     assert tokens.tolist() == [
         token for text in texts for token in (*tokenizer.encode(text), tokenizer.end_of_document_id)
     ]
-    copy = pickle.loads(pickle.dumps(tokenizer))
-    copy.widen_cache()
     monkeypatch.setattr("megascale.data.tokenizer._GROUP_CHARACTERS", 60)
-    again, lengths_again = copy.encode_documents(texts)
+    again, lengths_again = tokenizer.encode_documents(texts)
     assert again.tolist() == tokens.tolist()
     assert lengths_again.tolist() == lengths.tolist()
     assert [len(array) for array in tokenizer.encode_documents([])] == [0, 0]
-
-
-def test_the_cache_of_the_library_can_still_be_widened(tokenizer: TextTokenizer) -> None:
-    """Its method is private: were it gone, encoding would be slower, and nobody would know."""
-    assert hasattr(tokenizer._tokenizer.model, "_resize_cache")
