@@ -144,6 +144,8 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     given = parser.parse_args()
     num_bytes = max(1, int(given.gb * 1e9) // BLOCK_BYTES) * BLOCK_BYTES
+    if given.folder is not None:
+        Path(given.folder).mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="megascale-bench-", dir=given.folder))
     try:
         writes, reads = measure(folder, num_bytes, given.rounds)
