@@ -3,7 +3,8 @@
 Every thread that talks to other ranks has a group of its own, since two threads on one group would
 take each other's messages. Whoever has written its file waits behind training for the slowest,
 which is no fault, so those groups' deadline is long: a rank that is gone breaks the connection at
-once, one that stands still stops training, and a storage that does is told by its writer.
+once, one that stands still stops training, and a storage that does is told by its writer. Copies
+between memories wait for no storage: theirs is the deadline of every collective.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ def control_group(assembly: Assembly) -> dist.ProcessGroup | None:
         return None
     if dist.get_backend() == "gloo":
         return dist.group.WORLD
-    timeout = timedelta(seconds=assembly.config.comm.timeout_s)
-    return dist.new_group(backend="gloo", timeout=timeout)
+    return _group_of_a_collective(assembly)
+
+
+def group_for_copies(assembly: Assembly) -> dist.ProcessGroup | None:
+    """For the thread that sends memory slots to partners. Collective."""
+    return None if assembly.mesh.world_size == 1 else _group_of_a_collective(assembly)
 
 
 def group_behind(assembly: Assembly) -> dist.ProcessGroup | None:
@@ -32,3 +37,8 @@ def group_behind(assembly: Assembly) -> dist.ProcessGroup | None:
     if assembly.mesh.world_size == 1:
         return None
     return dist.new_group(backend="gloo", timeout=_BEHIND)
+
+
+def _group_of_a_collective(assembly: Assembly) -> dist.ProcessGroup:
+    timeout = timedelta(seconds=assembly.config.comm.timeout_s)
+    return dist.new_group(backend="gloo", timeout=timeout)

@@ -23,7 +23,8 @@ from megascale.env import AgentEnvironment, agent_environment
 from megascale.shards import Box
 from megascale.telemetry.recorder import Recorder
 from megascale.train.assemble import Assembly
-from megascale.train.control_groups import group_behind
+from megascale.train.control_groups import group_for_copies
+from megascale.train.host import runs_ahead
 from megascale.train.run_folder import RunFolder
 from megascale.train.state import Progress, checkpoint_meta, state_pieces
 
@@ -54,7 +55,8 @@ def open_slots(
     is_tier = every > 0 and _all_have_a_place(every, ranks, agent)
     if not (is_tier or settings.is_behind):
         return None
-    on_device = assembly.device.type == "cuda"
+    # where the loop is not a step ahead, a kill behind training could cost two steps
+    is_behind = runs_ahead(assembly.config.training, assembly.device)
     slots = MemorySlots(
         agent.memory_slots if is_tier else None,
         state_pieces(assembly.zero, assembly.optimizer, "counted"),
@@ -66,9 +68,10 @@ def open_slots(
         device=assembly.device,
         num_own=2 * is_tier + settings.is_behind,
         on_peers=settings.memory_copies,
-        is_behind=on_device,
-        group_behind=group_behind(assembly) if on_device and is_tier else None,
+        is_behind=is_behind,
+        group_behind=group_for_copies(assembly) if is_behind and is_tier else None,
         network_is_busy=_signal(agent),
+        timeout_s=assembly.config.comm.timeout_s,
         told=lambda kind, detail: recorder.incident(kind, **cast(dict[str, Any], detail)),
     )
     return OpenSlots(slots, is_tier)

@@ -16,6 +16,7 @@ import torch
 
 from megascale.checkpoint import (
     FullReader,
+    PlanCache,
     agree_digests,
     digest_pieces,
     load_checkpoint,
@@ -82,10 +83,9 @@ class Restorer:
     ) -> None:
         self._assembly, self._recorder, self._ranks = assembly, recorder, ranks
         self._places, self._last, self._data = places, last, data
+        self._plans = PlanCache()  # a roll-back, or the next older checkpoint, reads no header
         self._is_half = False  # does the state come from memory in part?
-        self.newest_number = (
-            0  # of all saves that were seen, also of those that are not gone on from
-        )
+        self.newest_number = 0  # of all saves that were seen, whether gone on from or not
 
     def resume(self, memory: MemorySlots | None) -> Restored | None:
         """The furthest that can be had; None where nothing was ever saved. Raises CheckpointError
@@ -204,7 +204,7 @@ class Restorer:
         pieces = state_pieces(self._assembly.zero, self._assembly.optimizer, "all")
         try:
             with self._recorder.span("checkpoint", op="load", host=True):
-                loaded = load_checkpoint(path, pieces, group=self._ranks.group)
+                loaded = load_checkpoint(path, pieces, group=self._ranks.group, plans=self._plans)
                 if meta["dtype"] == self._assembly.config.training.dtype:
                     self._compare(loaded.digests, str(path))
         except DamagedError as error:

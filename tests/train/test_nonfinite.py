@@ -15,6 +15,7 @@ import pytest
 from torch import Tensor
 
 from megascale.checkpoint import FullReader, read_meta
+from megascale.checkpoint.reading import shared_plan
 from megascale.events import Incident, read_events
 from megascale.train import loop
 from megascale.train.loop import Loop
@@ -154,6 +155,32 @@ def test_rolling_back_leaves_out_the_data(tmp_path: Path, layout: str, runs_ahea
     more = [*_policy("skip"), "training.steps=8"]
     train(skipped, LAYOUTS[layout], more, plant=Poison((FC2,), calls=(4, 5)))
     _assert_same(state(rolled), state(skipped))
+
+
+@dataclass(frozen=True)
+class _CountsPlans:
+    """Rolled back twice; each plan of a load leaves a line in `file`."""
+
+    file: Path
+
+    def __call__(self, rank: Loop) -> None:
+        Poison((FC2,), calls=(5, 8))(rank)
+        make = shared_plan.make_plan
+
+        def counted(*arguments: Any) -> Any:
+            with self.file.open("a") as file:
+                print("planned", file=file)
+            return make(*arguments)
+
+        shared_plan.make_plan = counted  # type: ignore[assignment]
+
+
+def test_a_second_roll_back_needs_no_plan(tmp_path: Path) -> None:
+    planned = tmp_path / "planned"
+    options = [*_policy("rollback"), "checkpoint.interval=3", "training.max_nonfinite_steps=5"]
+    assert train(tmp_path / "run", SINGLE, options, plant=_CountsPlans(planned)) == [None]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 4, 5, 6, 4, 5, 6]
+    assert planned.read_text() == "planned\n"
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])

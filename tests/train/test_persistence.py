@@ -7,9 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from megascale.config import CommConfig, RunConfig
+from megascale.checkpoint.agree import Ranks
+from megascale.config import CheckpointConfig, CommConfig, RunConfig, TrainingConfig
+from megascale.train import memory_slots
 from megascale.train.control_groups import control_group
 
 
@@ -20,3 +23,40 @@ def test_the_control_group_has_the_deadline_of_the_run(monkeypatch: pytest.Monke
     config = RunConfig(comm=CommConfig(timeout_s=1234.0))
     control_group(SimpleNamespace(config=config, mesh=SimpleNamespace(world_size=2)))  # type: ignore[arg-type]
     assert made == {"backend": "gloo", "timeout": timedelta(seconds=1234.0)}
+
+
+@pytest.mark.parametrize(
+    ("device", "run_ahead", "is_behind"),
+    [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)],
+)
+def test_memory_is_completed_behind_training_only_where_the_loop_is_a_step_ahead(
+    monkeypatch: pytest.MonkeyPatch, device: str, run_ahead: bool, is_behind: bool
+) -> None:
+    """Else a step could be told before the one before it counts: a kill would cost two. The group
+    has the deadline of a collective: no storage is waited for, and a dead rank not for hours."""
+    config = RunConfig(
+        comm=CommConfig(timeout_s=1234.0),
+        checkpoint=CheckpointConfig(memory_interval=1),
+        training=TrainingConfig(run_ahead=run_ahead),
+    )
+    assembly = SimpleNamespace(
+        config=config,
+        device=torch.device(device),
+        mesh=SimpleNamespace(world_size=2),
+        zero=None,
+        optimizer=None,
+    )
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(dist, "new_group", lambda **options: options)
+    monkeypatch.setattr(memory_slots, "state_pieces", lambda *_: [])
+    monkeypatch.setattr(memory_slots, "_copies", lambda _: [])
+    monkeypatch.setattr(memory_slots, "_identity", lambda *_: "run")
+    monkeypatch.setattr(memory_slots, "MemorySlots", lambda *_, **options: made.update(options))
+    monkeypatch.setenv("MEGASCALE_MEMORY_SLOTS", "/dev/shm/none")
+    opened = memory_slots.open_slots(assembly, None, None, Ranks(None), {})  # type: ignore[arg-type]
+    assert opened is not None
+    assert opened.is_tier
+    assert made["is_behind"] is is_behind
+    assert made["timeout_s"] == 1234.0
+    group = {"backend": "gloo", "timeout": timedelta(seconds=1234.0)}
+    assert made["group_behind"] == (group if is_behind else None)

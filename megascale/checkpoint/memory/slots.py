@@ -58,7 +58,6 @@ from megascale.errors import CheckpointError
 from megascale.topology import Mesh
 
 logger = logging.getLogger(__name__)
-_MOST_S = 3600.0  # a rank whose slots are held for long (`Ring`: half as long) keeps the others
 
 
 class MemorySlots:
@@ -68,14 +67,14 @@ class MemorySlots:
               all ranks: no agent owns the memory, it goes with the trainer
     counted, copies  the pieces that this rank holds: which it writes to a checkpoint, and the rest
     ranks     all of them, on the CPU
-    num_own   slots of its own: 2, and 1 more where they are held while every step is saved; without
-              an agent 1 is enough
+    num_own   slots of its own: 2, and 1 more where they are held; without an agent 1 is enough
     is_behind     hashing and sending go on in a thread behind training; else within `settled`
     group_behind  all ranks (gloo), for that thread alone
     identity  of the run; states of another are not restored
     epoch     of the job
     on_peers  keep a copy with a partner
     network_is_busy, most_paced_s  see `pacing.py`
+    timeout_s  of a collective: of a save's copy, and then of its meeting
     told      called with a kind and details of what should be recorded, by the thread that trains
     """
 
@@ -96,6 +95,7 @@ class MemorySlots:
         group_behind: dist.ProcessGroup | None = None,
         network_is_busy: Callable[[], bool] = never_busy,
         most_paced_s: float = 5.0,
+        timeout_s: float = 600.0,
         told: Callable[[str, dict[str, object]], None] = lambda _kind, _detail: None,
     ) -> None:
         assert num_own >= (1 if prefix is None else 2), num_own
@@ -136,6 +136,7 @@ class MemorySlots:
             identity=identity,
             layout=self._layout,
         )
+        self._most_s = 2.0 * timeout_s + most_paced_s
         self.waits = Waits(told)
         self._begun: Begun | None = None  # not settled yet
         self._last: Begun | None = None
@@ -235,9 +236,9 @@ class MemorySlots:
         if running is None:
             return
         try:
-            running.result(_MOST_S)
+            running.result(self._most_s)
         except TimeoutError:
-            raise CheckpointError(self._completion.why_late(_MOST_S)) from None
+            raise CheckpointError(self._completion.why_late(self._most_s)) from None
 
     def forget(self) -> None:
         """The run goes back: what the slots hold is of a branch that ends."""

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megascale.checkpoint.agree import Ranks
 from megascale.checkpoint.memory import MemorySlots
-from megascale.checkpoint.memory import slots as slots_module
 from megascale.checkpoint.memory.slot import Slot
 from megascale.errors import CheckpointError
 from megascale.topology import Mesh
@@ -185,7 +184,7 @@ def test_a_save_that_never_ends_is_told(memory: Path, monkeypatch: pytest.Monkey
     slots.begin(1, 8)
     ends = threading.Event()
     monkeypatch.setattr(slots, "_finish", lambda _: ends.wait(10.0))
-    monkeypatch.setattr(slots_module, "_MOST_S", 0.05)
+    monkeypatch.setattr(slots, "_most_s", 0.05)
     slots.settled()
     with pytest.raises(CheckpointError, match="a save to memory has not ended in 0 s"):
         slots.join()
