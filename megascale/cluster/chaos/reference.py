@@ -12,6 +12,12 @@ from megascale.cluster.chaos.verify import read_metrics
 from megascale.env import child_environment
 
 LOOK_S = 0.2
+# A remote is of one run: the job's refuses another's checkpoints, and is no place for them.
+_NO_REMOTE = (
+    'checkpoint.remote=""',
+    "checkpoint.remote_interval=0",
+    "checkpoint.remote_interval_minutes=0",
+)
 REFERENCE_S = 1800.0
 
 
@@ -19,8 +25,9 @@ def run_reference(
     recipe: Path, overrides: tuple[str, ...], folder: Path, world_size: int, newest: int
 ) -> Path:
     """The same ranks without driver and faults, up to step `newest`; its run folder."""
-    words = [word for override in overrides for word in ("--set", override)]
-    words += ["--set", f'job.run_dir="{folder}"', "--nproc", str(world_size)]
+    own = (*overrides, *_NO_REMOTE, f'job.run_dir="{folder}"')
+    words = [word for override in own for word in ("--set", override)]
+    words += ["--nproc", str(world_size)]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".log").open("wb") as log:
         process = subprocess.Popen(
