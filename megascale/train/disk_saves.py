@@ -148,6 +148,8 @@ class DiskSaves:
 
     def _succeeded(self, begun: _UnderWay, path: Path) -> None:
         self.saved, self.path = begun.progress, path
+        # its number: also where somebody moves the folder away, and puts it back later
+        self.number_above(self._above + 1)
         self._recorder.checkpoint(begun.progress.step, str(path))
         self._committed(path, begun.due)
 

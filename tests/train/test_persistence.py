@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +14,14 @@ import torch
 import torch.distributed as dist
 
 from megascale.checkpoint.agree import Ranks
+from megascale.checkpoint.manifest import list_checkpoints, read_mark
 from megascale.config import CheckpointConfig, CommConfig, RunConfig, TrainingConfig
+from megascale.storage import open_storage
+from megascale.telemetry.hooks import Hook
 from megascale.train import memory_slots
 from megascale.train.control_groups import control_group
+from megascale.train.loop import Loop
+from tests.train.runs import SINGLE, train
 
 
 def test_the_control_group_has_the_deadline_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,3 +68,48 @@ def test_memory_is_completed_behind_training_only_where_the_loop_is_a_step_ahead
     assert made["timeout_s"] == 1234.0
     group = {"backend": "gloo", "timeout": timedelta(seconds=1234.0)}
     assert made["group_behind"] == (group if is_behind else None)
+
+
+@dataclass
+class _MovesAway(Hook):
+    """When the third has its mark."""
+
+    folder: Path
+
+    def on_step_end(self, step: int) -> None:
+        if step == 8:
+            until_s = time.monotonic() + 30.0
+            while not (self.folder / "step-00000006" / "COMMITTED").exists():
+                assert time.monotonic() < until_s, sorted(self.folder.iterdir())
+                time.sleep(0.01)
+            time.sleep(0.05)  # and its writer has done with it
+            self.folder.rename(self.folder.with_name("away"))
+
+
+@dataclass(frozen=True)
+class _MovedAway:
+    folder: Path
+
+    def __call__(self, loop: Loop) -> None:
+        loop.recorder.hooks.append(_MovesAway(self.folder))
+
+
+@pytest.mark.parametrize("mode", ["off", "background"])
+def test_checkpoints_that_were_moved_away_and_come_back_are_older(
+    tmp_path: Path, mode: str
+) -> None:
+    """Their numbers are those of saves before, whatever the folder holds at the next one."""
+    run = tmp_path / "run"
+    options = [
+        "training.steps=10",
+        "checkpoint.interval=2",
+        f'checkpoint.async_mode="{mode}"',
+    ]
+    assert train(run, SINGLE, options, plant=_MovedAway(run / "checkpoints")) == [None]
+    away = list_checkpoints(run / "away").committed
+    assert len(away) == 3
+    for path in away:
+        path.rename(run / "checkpoints" / path.name)
+    newest = list_checkpoints(run / "checkpoints").committed[0]
+    assert newest.name == "step-00000010"
+    assert read_mark(open_storage(run / "checkpoints"), newest.name).number == 5
