@@ -85,12 +85,14 @@ def prepare(
     """
     if not 0.0 <= validation_fraction < 1.0:
         raise DataError(f"validation fraction {validation_fraction} is not in [0, 1)")
+    if not 0 <= seed < 1 << 64:
+        raise DataError(f"seed {seed} is not in [0, 2^64); give one that is, such as 0")
     output = Path(os.path.abspath(output))
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise DataError(f"output {output} exists and is not an empty folder; name a new one")
     rule = SplitRule(validation_fraction, seed)
     report = progress or (lambda _: None)
     try:
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise DataError(f"output {output} exists and is not an empty folder; name a new one")
         sources = find_sources(inputs, text_column)
         workers = workers or _num_cores()
         encoder = _obtain_tokenizer(tokenizer, sources, rule, report)

@@ -168,12 +168,19 @@ def _parts(source: Path | str, text_column: str) -> Sequence[Part | Stream]:
         dataset = named_dataset(source, text_column)
         dataset.require_column()
         return [dataset]
-    suffix = source.suffix
+    suffixes = [suffix.lower() for suffix in source.suffixes]
+    suffix = suffixes[-1] if suffixes else ""
     if suffix in (".parquet", ".parq"):
         return parquet_parts(source, text_column)
     if suffix == ".bin":
         return token_segments(source.with_suffix(""), _SEGMENT_BYTES)
-    if suffix not in (".arrow", ".jsonl") and source.suffixes[-2:-1] not in ([".jsonl"], [".json"]):
+    is_json_lines = suffixes[-2:-1] in ([".jsonl"], [".json"])
+    if suffix in COMPRESSIONS and not is_json_lines:
+        raise DataError(
+            f"{source}: of compressed files those of lines of JSON are read (.jsonl{suffix}); "
+            "unpack it, or leave it out"
+        )
+    if suffix not in (".arrow", ".jsonl") and not is_json_lines:
         return _cut(source, TextSegment)
     if suffix == ".jsonl":
         return _cut(source, partial(JsonSegment, text_key=text_column))

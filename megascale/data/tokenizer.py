@@ -146,12 +146,13 @@ def load_tokenizer(path: Path) -> TextTokenizer:
         tokenizer = Tokenizer.from_str(tokenizer_json.decode())
     except Exception as error:  # noqa: BLE001 - the library raises no narrower class
         raise DataError(f"{file} is not a tokenizer: {error}; give {_SPEC}") from None
-    ends = [*_configured_end(file.parent / "tokenizer_config.json"), *_KNOWN_ENDS]
+    config = file.parent / "tokenizer_config.json"
+    ends = _configured_end(config) or _KNOWN_ENDS
     end = next((name for name in ends if tokenizer.token_to_id(name) is not None), None)
     if end is None:
         raise DataError(
             f"{file} has no end-of-document token, looked for {', '.join(ends)}; "
-            "name one as eos_token in tokenizer_config.json beside it"
+            f"name one of its tokens as eos_token in {config}"
         )
     return TextTokenizer(tokenizer_json, end, tokenizer)
 
@@ -162,7 +163,7 @@ def _configured_end(config: Path) -> list[str]:
         return []
     try:
         end = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-    except (json.JSONDecodeError, AttributeError) as error:
+    except (ValueError, AttributeError) as error:
         raise DataError(f"{config} does not parse: {error}; repair or remove it") from None
     end = end.get("content") if isinstance(end, dict) else end
     return [end] if isinstance(end, str) else []

@@ -21,7 +21,7 @@ from torch import Tensor
 class Documents:
     """The documents of one micro-batch, on the device of its tokens.
 
-    starts_BS   int64 position in its sequence where the document of each token starts
+    starts_BS   int32 position in its sequence where the document of each token starts
     bounds_N    int32 [N + 1] first token (of T) of each document, and T
     longest     tokens of the longest document's part
     """
@@ -62,4 +62,4 @@ def make_documents(
     bounds_N = torch.cat([begins_T.nonzero().flatten(), total]).to(torch.int32)
     assert begins_T[::seq_len].all(), "a sequence begins with a document"
     longest = int(bounds_N.diff().max())
-    return Documents(move(starts_BS.to(torch.int64)), move(bounds_N), longest)
+    return Documents(move(starts_BS.to(torch.int32)), move(bounds_N), longest)

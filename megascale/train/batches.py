@@ -145,9 +145,12 @@ def _documents(put: Buffers, number: int, batch: MicroBatch) -> Documents | None
     if batch.document_starts_BS is None:
         return None
     starts_BS = torch.from_numpy(np.ascontiguousarray(batch.document_starts_BS))
-    return make_documents(
-        starts_BS, lambda host: put.put(f"documents {number} {host.dtype}", [host.numpy()])[0]
-    )
+
+    def move(host: Tensor) -> Tensor:
+        kind = "starts" if host.dim() == 2 else "bounds"
+        return put.put(f"document {kind} {number}", [host.numpy()])[0]
+
+    return make_documents(starts_BS, move)
 
 
 class DeviceBatches:

@@ -154,3 +154,14 @@ def test_a_disk_that_is_really_full(small_disk: Path, tokenizer: Path, tmp_path:
     with pytest.raises(DataError, match="No space left on device; nothing was left behind"):
         prepare([str(tmp_path / "a.txt")], str(tokenizer), small_disk / "o", workers=1)
     assert not list(small_disk.iterdir())
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 64])
+def test_a_seed_of_more_than_a_word(tokenizer: Path, tmp_path: Path, seed: int) -> None:
+    with pytest.raises(DataError, match=rf"seed {seed} is not in \[0, 2\^64\)"):
+        prepare(["stdlib"], str(tokenizer), tmp_path / "out", seed=seed)
+
+
+def test_an_output_that_no_disk_can_name(tokenizer: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"could not prepare .*File name too long"):
+        prepare(["stdlib"], str(tokenizer), tmp_path / ("x" * 300))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,11 @@ def test_names_without_files_are_refused(tmp_path: Path) -> None:
         ('{"txt": "a"}', 'at byte 14: expected an object with a string "text", got'),
         ('{"text": 3}', 'expected an object with a string "text"'),
         ("[1]", 'expected an object with a string "text"'),
+        (
+            '{"text": "a", "id": %s}' % ("1" * 5000),
+            "at byte 14: not a line of JSON that can be read",
+        ),
+        ('{"text": "a", "tree": %s' % ("[" * 200_000), "not a line of JSON that can be read"),
     ],
 )
 def test_a_bad_line_of_json_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -115,3 +122,26 @@ def test_a_bad_line_of_json_is_named(tmp_path: Path, line: str, message: str) ->
     path.write_text('{"text": "a"}\n' + line + "\n")
     with pytest.raises(DataError, match=message):
         _documents([path])
+
+
+def test_a_name_in_capitals_is_the_same_kind_of_file(tmp_path: Path) -> None:
+    lines = '{"text": "a"}\n{"text": "b"}\n'
+    (tmp_path / "A.JSONL").write_text(lines)
+    (tmp_path / "B.Jsonl.GZ").write_bytes(gzip.compress(lines.encode()))
+    assert _documents([tmp_path / "A.JSONL", tmp_path / "B.Jsonl.GZ"]) == ["a", "b", "a", "b"]
+
+
+def test_compressed_text_is_refused_and_not_taken_for_text(tmp_path: Path) -> None:
+    for name in ("a.txt.gz", "a.zst"):
+        (tmp_path / name).write_bytes(gzip.compress(b"text"))
+        with pytest.raises(DataError, match=r"those of lines of JSON are read .*unpack it"):
+            find_sources([str(tmp_path / name)])
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for path in (str(tmp_path / "pipe.jsonl"), "/dev/null"):
+        with pytest.raises(
+            DataError, match=r"is no file but a pipe or a device.*write it to a file"
+        ):
+            find_sources([path])

@@ -121,6 +121,17 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_an_end_that_is_named_but_not_there_is_refused(tmp_path: Path) -> None:
+    _foreign(tmp_path, ["<s>", "</s>"])
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"eos_token": "</doc>"}))
+    with pytest.raises(DataError, match=r"looked for </doc>; name one of its tokens as eos_token"):
+        load_tokenizer(tmp_path)
+    config.write_bytes(b"\xff{}")
+    with pytest.raises(DataError, match=r"tokenizer_config\.json does not parse"):
+        load_tokenizer(tmp_path)
+
+
 def test_missing_and_malformed_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no tokenizer at .*tokenizer\.json; give train:BPE"):
         load_tokenizer(tmp_path)

@@ -42,7 +42,7 @@ def _qkv(kv_heads: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
 def test_documents_are_counted_on_the_host() -> None:
     documents = packed()
     assert documents.bounds_N.tolist() == [0, 5, 6, 12, 24, 25, 26, 36]
-    assert documents.bounds_N.dtype == torch.int32
+    assert documents.bounds_N.dtype == documents.starts_BS.dtype == torch.int32
     assert documents.longest == 12
     assert documents.starts_BS[0].tolist() == [0, 0, 0, 0, 0, 5, 6, 6, 6, 6, 6, 6]
     assert packed(((2, 3), (4, 1))).longest == 4

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os import fstat, stat_result
 from pathlib import Path
+from stat import S_ISREG
 from typing import IO, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -140,7 +141,13 @@ class SourceFile:
     @classmethod
     def of(cls, path: Path) -> SourceFile:
         with _told_if_gone(path):
-            return cls(path, *_identity(path.stat()))
+            status = path.stat()
+        if not S_ISREG(status.st_mode):
+            raise DataError(
+                f"{path} is no file but a pipe or a device, which can be read but once; write it "
+                "to a file and name that"
+            )
+        return cls(path, *_identity(status))
 
     @contextmanager
     def opened(self) -> Iterator[IO[bytes]]:

@@ -12,7 +12,7 @@ or portions, but for row groups that are broken.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -199,18 +199,30 @@ def saved_dataset_files(folder: Path) -> list[Path] | None:
     """
     splits, state = folder / "dataset_dict.json", folder / "state.json"
     if splits.is_file():
-        names = json.loads(splits.read_text())["splits"]
+        names = _described(splits, lambda values: [str(name) for name in values["splits"]])
         if len(names) != 1:
             named = ", ".join(str(folder / name) for name in names)
             raise DataError(f"{folder} holds a data set of several splits; name one of: {named}")
         return saved_dataset_files(folder / names[0])
     if not state.is_file() or not (folder / "dataset_info.json").is_file():
         return None
-    files = [folder / entry["filename"] for entry in json.loads(state.read_text())["_data_files"]]
+    names = _described(state, lambda values: [x["filename"] for x in values["_data_files"]])
+    files = [folder / name for name in names]
     missing = [path.name for path in files if not path.is_file()]
     if missing:
         raise DataError(f"{folder} lacks {', '.join(missing)} that its state.json names")
     return files
+
+
+def _described(path: Path, names: Callable[[Any], list[str]]) -> list[str]:
+    """The names in a file that `datasets` wrote beside its data. Raises DataError."""
+    try:
+        return names(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} is damaged ({type(error).__name__}: {error}); copy it again, or name the "
+            ".arrow files beside it"
+        ) from None
 
 
 def column_texts(column: Any, where: str, first_row: int) -> Iterator[Document]:
@@ -232,6 +244,11 @@ def require_text_column(schema: Any, column: str, where: str) -> None:
         raise DataError(
             f"{where} has no column {column!r}: {nearest(column, names)}; name it with "
             "--text-column"
+        )
+    if names.count(column) > 1:
+        raise DataError(
+            f"{where} has {names.count(column)} columns {column!r}, and nothing says which is "
+            "meant; write it again with names of their own"
         )
     kind = schema.field(column).type
     if types.is_dictionary(kind):

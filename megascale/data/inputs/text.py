@@ -97,8 +97,11 @@ def _json_text(line: bytes, where: str, text_key: str) -> Iterator[Document]:
         return
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not a line of JSON ({error.msg}); repair it") from None
+    except (ValueError, RecursionError) as error:  # also numbers of more digits than Python reads
+        why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise DataError(
+            f"{where}: not a line of JSON that can be read ({why}); repair it"
+        ) from None
     keys = value if isinstance(value, dict) else None
     found = keys.get(text_key, keys) if keys else value
     if found is None and keys:
@@ -158,7 +161,7 @@ class CompressedJson:
         self.done_bytes = self.num_bytes
 
     def _decompressed(self, raw: IO[bytes]) -> gzip.GzipFile | io.BufferedReader:
-        if COMPRESSIONS[self.file.path.suffix] == "gzip":
+        if COMPRESSIONS[self.file.path.suffix.lower()] == "gzip":
             return gzip.GzipFile(fileobj=raw)
         try:
             import pyarrow

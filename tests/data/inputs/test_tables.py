@@ -169,3 +169,19 @@ def test_a_file_that_changes_or_vanishes_is_told(tmp_path: Path) -> None:
         list(tasks[0][0].read())
     with pytest.raises(DataError, match="vanished"):
         SourceFile.of(path)
+
+
+@pytest.mark.parametrize("text", ['{"_data', "{}", "[]", '{"_data_files": [1], "splits": 1}'])
+@pytest.mark.parametrize("name", ["state.json", "dataset_dict.json"])
+def test_a_saved_dataset_with_a_damaged_description(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=rf"{name} is damaged .*name the \.arrow files beside it"):
+        documents(tmp_path)
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array(_TEXTS), pa.array(_TEXTS)], names=["text", "text"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet has 2 columns 'text'"):
+        documents(tmp_path / "a.parquet")
