@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 
 packages=(
-    pydantic pydantic-core annotated-types typing-inspection typing-extensions  # train
+    pydantic pydantic-core annotated-types typing-inspection typing-extensions xxhash  # train
     fastapi starlette uvicorn httptools anyio annotated-doc opentelemetry-api   # run: the driver
     py-spy                                                                      # run: stacks
 )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -27,6 +27,7 @@ from megascale.checkpoint.memory.slot import body_start
 from megascale.checkpoint.pieces import Piece
 
 _ALIGNMENT = 64  # bytes: of the first copy
+_PART_BYTES = 1 << 30  # of a copy: 20 ms from a device
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,31 @@ class Body:
         """Of the file."""
         return self.start + self.num_bytes
 
-    def copy_out(self, image: Tensor) -> None:
-        """Live values to a slot. On CUDA queued in the current stream, and not waited for."""
-        for stretch in self._stretches:
-            live, first = stretch.tensor, self.start + stretch.start
-            kept = image[first : first + stretch.num_bytes]
+    def copy_out(self, image: Tensor, passed: Callable[[int], None] = lambda _stop: None) -> None:
+        """Live values to a slot. On CUDA queued in the current stream, and not waited for.
+
+        passed  called behind every `_PART_BYTES` or so, with the byte of the body up to which all
+                is queued
+        """
+        told = 0
+        for live, start in self._parts():
+            first, num_bytes = self.start + start, live.numel() * live.element_size()
+            kept = image[first : first + num_bytes]
             kept.view(live.dtype).view(live.shape).copy_(live, non_blocking=True)
+            if start + num_bytes - told >= _PART_BYTES:
+                told = start + num_bytes
+                passed(told)
+
+    def _parts(self) -> Iterator[tuple[Tensor, int]]:
+        """The stretches, those that are long and contiguous cut."""
+        for stretch in self._stretches:
+            live = stretch.tensor
+            if stretch.num_bytes <= _PART_BYTES or not live.is_contiguous():
+                yield live, stretch.start
+                continue
+            width = live.element_size()
+            for number, part in enumerate(live.view(-1).split(_PART_BYTES // width)):
+                yield part, stretch.start + number * (_PART_BYTES // width) * width
 
     def filling(self) -> Filling:
         return Filling(self._stretches)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megascale.checkpoint.memory.arrangement import Arrangement
 from megascale.checkpoint.memory.body import Body
-from megascale.checkpoint.memory.hashing import Hasher
+from megascale.checkpoint.memory.hashing import Arrival, Hasher
 from megascale.checkpoint.memory.pacing import Pacer
 from megascale.checkpoint.memory.ring import writable
 from megascale.checkpoint.memory.slot import Header, Slot, Stamp
@@ -51,13 +51,15 @@ class Completion:
         self.complete: Stamp | None = None
         self.doing = ""
 
-    def run(self, slot: Slot, stamp: Stamp) -> None:
-        """The values are in `slot`. Collective over the group."""
+    def run(self, slot: Slot, stamp: Stamp, arrivals: Sequence[Arrival] = ()) -> None:
+        """The values are in `slot` once `arrivals` have come. Collective over the group."""
         slot.write_table(self._body.table)
         if self._group is None:
-            self._mark(slot, stamp)
+            self._mark(slot, stamp, arrivals)
         else:
-            marked = in_thread(lambda: self._mark(slot, stamp))
+            marked = in_thread(lambda: self._mark(slot, stamp, arrivals))
+            for arrival in arrivals:
+                arrival.wait()
             try:
                 self._exchange(slot, marked, self._group)
             except CheckpointError as error:
@@ -84,7 +86,7 @@ class Completion:
             if self.complete is None or (h := slot.header()) is None or h.stamp != self.complete
         ]
 
-    def _mark(self, slot: Slot, stamp: Stamp) -> None:
+    def _mark(self, slot: Slot, stamp: Stamp, arrivals: Sequence[Arrival]) -> None:
         """Hash the values; the slot is complete."""
         self.doing = "its values are hashed"
         body = self._body
@@ -97,7 +99,7 @@ class Completion:
                 table_bytes=len(body.table),
                 table_crc=body.table_crc,
                 body_bytes=body.num_bytes,
-                body_hash=self.hasher.hash_of(slot.image[body.start :]),
+                body_hash=self.hasher.hash_of(slot.image[body.start :], arrivals),
             )
         )
         self.doing = "its copy is sent"

@@ -19,7 +19,12 @@ import torch
 from torch import Tensor
 
 from megascale.checkpoint.memory.body import Body, Filling
-from megascale.checkpoint.memory.hashing import CHUNK_BYTES, chunks_of, crc_of, hash_of_chunks
+from megascale.checkpoint.memory.hashing import (
+    CHUNK_BYTES,
+    chunks_of,
+    hash_of_chunk,
+    hash_of_chunks,
+)
 from megascale.checkpoint.memory.serving import Connection
 from megascale.errors import CheckpointError
 
@@ -87,7 +92,7 @@ def fill(
     open_source  one for each of `num_threads`, by number
     """
     chunks = chunks_of(body.num_bytes)
-    crcs = [0] * len(chunks)
+    hashes = [0] * len(chunks)
     filling, numbers = body.filling(), _Numbers(len(chunks))
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # whoever still writes to the pieces
@@ -107,7 +112,7 @@ def fill(
                 if following is not None:  # it comes while this one is hashed
                     source.ask(*_span(chunks[following]))
                 if body_hash is not None:
-                    crcs[number] = crc_of(values)
+                    hashes[number] = hash_of_chunk(values)
                 lane.put(filling, start, values)
                 number = following
             lane.finish()
@@ -120,7 +125,7 @@ def fill(
         for done in [pool.submit(work, thread) for thread in range(num_threads)]:
             done.result()
     filling.finish()
-    if body_hash is not None and hash_of_chunks(crcs, body.num_bytes) != body_hash:
+    if body_hash is not None and hash_of_chunks(hashes, body.num_bytes) != body_hash:
         raise CheckpointError("what came from the keeper is not what was saved (another hash)")
 
 

@@ -43,6 +43,7 @@ from megascale.checkpoint.memory.begun import Begun
 from megascale.checkpoint.memory.body import Body
 from megascale.checkpoint.memory.bring import WAYS, bring
 from megascale.checkpoint.memory.completion import Completion
+from megascale.checkpoint.memory.hashing import Arrival
 from megascale.checkpoint.memory.pacing import Pacer, never_busy
 from megascale.checkpoint.memory.partners import Place
 from megascale.checkpoint.memory.restore import find
@@ -190,7 +191,7 @@ class MemorySlots:
         self._number += 1
         stamp = Stamp(self._epoch, self._number, self._start, step, consumed_samples)
         slot.begin()
-        self._begun = self._last = Begun(slot, stamp, self._copy_out(slot.image))
+        self._begun = self._last = Begun(slot, stamp, *self._copy_out(slot.image))
         self._copied = self._begun.copied
 
     def before_update(self) -> None:
@@ -250,20 +251,26 @@ class MemorySlots:
         for slot in self._files:
             slot.begin()
 
-    def _copy_out(self, image: Tensor) -> torch.cuda.Event | None:
+    def _copy_out(self, image: Tensor) -> tuple[torch.cuda.Event | None, list[Arrival]]:
+        """What is passed once all values are there, and once parts of them are."""
         if self._stream is None:
             self._body.copy_out(image)
-            return None
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            self._body.copy_out(image)
-            return self._stream.record_event()
+            return None, []
+        stream, arrivals = self._stream, list[Arrival]()
+
+        def passed(stop: int) -> None:
+            event = stream.record_event(torch.cuda.Event(blocking=True))  # no core spins for it
+            arrivals.append(Arrival(stop, event.synchronize))
+
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            self._body.copy_out(image, passed)
+            copied = stream.record_event(torch.cuda.Event(blocking=True))
+        return copied, [*arrivals, Arrival(self._body.num_bytes, copied.synchronize)]
 
     def _finish(self, begun: Begun) -> None:
         """The save counts."""
-        if begun.copied is not None:
-            begun.copied.synchronize()
-        self._completion.run(begun.slot, begun.stamp)
+        self._completion.run(begun.slot, begun.stamp, begun.arrivals)
         for slot in self._former:  # of a start that had more slots: a later save is complete
             slot.release()
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 
+import pytest
 import torch
 from safetensors.torch import load
 from torch import Tensor
 
 from megascale.checkpoint import Piece
 from megascale.checkpoint.layout import encode_header
+from megascale.checkpoint.memory import body as body_module
 from megascale.checkpoint.memory.body import Body
 from megascale.checkpoint.memory.slot import HEADER_BYTES, PAGE_BYTES
 from megascale.shards import Box
@@ -140,3 +142,20 @@ def test_other_cuts_have_other_tables() -> None:
     tables.add(Body(halves[:1], halves[1:]).table_crc)
     assert len(tables) == 5
     assert Body(pieces(6, 6)).table_crc in tables
+
+
+def test_long_stretches_are_copied_and_told_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_module, "_PART_BYTES", 40)
+    tensors = [torch.arange(37.0), torch.arange(3.0), torch.arange(24.0).view(4, 6).T]
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    pieces = [
+        Piece(f"master/{number}", shape, Box((0,) * len(shape), shape), tensor)
+        for number, (shape, tensor) in enumerate(zip(shapes, tensors, strict=True))
+    ]
+    body = Body(pieces)
+    told: list[int] = []
+    image = torch.zeros(body.image_bytes, dtype=torch.uint8)
+    body.copy_out(image, told.append)
+    values = image[body.start :].view(torch.float32)
+    assert torch.equal(values, torch.cat([tensor.flatten() for tensor in tensors]))
+    assert told == [40, 80, 120, 160, 256]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import zlib
+import threading
 
 import pytest
 import torch
+import xxhash
 
 from megascale.checkpoint.memory.hashing import (
     CHUNK_BYTES,
+    Arrival,
     Hasher,
     chunks_of,
     hash_of_chunks,
@@ -23,13 +25,14 @@ from megascale.checkpoint.memory.hashing import (
 def test_threads_hash_what_one_hashes(num_bytes: int) -> None:
     values = torch.arange(num_bytes, dtype=torch.int64).to(torch.uint8)
     data = values.numpy().tobytes()
-    crcs = [zlib.crc32(data[i : i + CHUNK_BYTES]) for i in range(0, num_bytes, CHUNK_BYTES)]
+    starts = range(0, num_bytes, CHUNK_BYTES)
+    hashes = [xxhash.xxh3_64_intdigest(data[start : start + CHUNK_BYTES]) for start in starts]
     reference = hashlib.sha256(
-        num_bytes.to_bytes(8, "little") + b"".join(struct.pack("<I", crc) for crc in crcs)
+        num_bytes.to_bytes(8, "little") + b"".join(struct.pack("<Q", one) for one in hashes)
     ).hexdigest()
     for num_threads in (1, 2, 5):
         assert Hasher(num_threads).hash_of(values) == reference
-    assert hash_of_chunks(crcs, num_bytes) == reference
+    assert hash_of_chunks(hashes, num_bytes) == reference
     assert sum(stop - start for start, stop in chunks_of(num_bytes)) == num_bytes
 
 
@@ -45,6 +48,27 @@ def test_flips_and_swapped_chunks_are_found() -> None:
     hashes.add(Hasher().hash_of(values.roll(CHUNK_BYTES)))
     hashes.add(Hasher().hash_of(values[:-1]))
     assert len(hashes) == 11
+
+
+def test_values_are_hashed_as_they_arrive_and_not_before() -> None:
+    whole = (torch.arange(4 * CHUNK_BYTES + 5, dtype=torch.int64) % 251).to(torch.uint8)
+    values = torch.zeros_like(whole)
+    stops = [CHUNK_BYTES + 1, 3 * CHUNK_BYTES, len(whole)]
+    waited: list[int] = []
+
+    def arrive(start: int, stop: int) -> None:
+        threading.Event().wait(0.02)
+        values[start:stop] = whole[start:stop]
+        waited.append(stop)
+
+    arrivals = [
+        Arrival(stop, lambda start=start, stop=stop: arrive(start, stop))  # type: ignore[misc]
+        for start, stop in zip([0, *stops], stops, strict=False)
+    ]
+    for num_threads in (1, 3):
+        values.zero_()
+        assert Hasher(num_threads).hash_of(values, arrivals) == Hasher().hash_of(whole)
+    assert waited == stops * 2
 
 
 def test_cores_are_shared_by_the_ranks_of_a_node() -> None:
