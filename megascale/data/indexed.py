@@ -1,4 +1,4 @@
-"""Token files in Megatron's `.bin/.idx` format: written once, then read through a memory map.
+"""Token files in Megatron's `.bin/.idx` format: written once, then read from anywhere.
 
     PREFIX.bin   the tokens of all sequences, end to end
     PREFIX.idx   b"MMIDIDX\\0\\0", version u64 = 1, dtype code u8, sequence count u64, document
@@ -14,7 +14,9 @@ agree. A file cut short, or an index of another file, is refused before the firs
 
 from __future__ import annotations
 
+import os
 import struct
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -106,9 +108,9 @@ class IndexedWriter:
 
 
 class IndexedTokens:
-    """A memory-mapped token file.
+    """A token file.
 
-    tokens           all tokens in stored order, [tokens], in the file's own dtype
+    tokens           all tokens in stored order, [tokens], in the file's own dtype, mapped
     lengths          tokens of each sequence, int32 [sequences]
     """
 
@@ -133,6 +135,8 @@ class IndexedTokens:
         self._require_agreement(idx, ends)
         _require_bytes(bin_, int(ends[-1]), bin_bytes)
         self.tokens: NDArray[Any] = np.memmap(bin_, dtype=self.dtype, mode="r").view(np.ndarray)
+        self._descriptor = os.open(bin_, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
 
     @property
     def num_tokens(self) -> int:
@@ -146,6 +150,25 @@ class IndexedTokens:
         """The tokens of document `index`, a view of the file."""
         first, last = self._documents[index : index + 2]
         return self.tokens[self._token_offset(first) : self._token_offset(last)]
+
+    def read(self, start: int, stop: int) -> NDArray[Any]:
+        """Tokens start to stop of the file, read and not mapped: a file that is cut short meanwhile
+        or a storage that fails is a DataError with a name, where a map kills the process (SIGBUS).
+        """
+        size = self.dtype.itemsize
+        bin_ = _with_suffix(self.prefix, ".bin")
+        try:
+            raw = os.pread(self._descriptor, (stop - start) * size, start * size)
+        except OSError as error:
+            raise DataError(
+                f"{bin_} cannot be read ({error.strerror}); look at its storage"
+            ) from error
+        if len(raw) < (stop - start) * size:
+            raise DataError(
+                f"{bin_} was cut short after it was opened: it has no token {stop - 1} any more; "
+                "copy or prepare it again"
+            )
+        return np.frombuffer(raw, self.dtype)
 
     def document_offsets(self) -> NDArray[np.int64]:
         """First token of each document, and the end of the last: int64 [documents + 1]."""

@@ -57,7 +57,7 @@ class Dataset(Protocol):
 
 
 class PackedDataset:
-    """One split of a prepared folder, through its memory map."""
+    """One split of a prepared folder."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class PackedDataset:
 
     def _read(self, start: int, stop: int) -> NDArray[Any]:
         """Tokens of the file, checked here: checking all on opening would read all of it."""
-        tokens = self._file.tokens[start:stop]
+        tokens = self._file.read(start, stop)
         if tokens.max() >= self.vocab_size or tokens.min() < 0:
             at = int(np.argmax((tokens >= self.vocab_size) | (tokens < 0)))
             raise DataError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import struct
 from pathlib import Path
 
@@ -136,3 +138,37 @@ def test_an_index_that_contradicts_itself_is_refused(tmp_path: Path, what: str) 
 def test_what_is_no_token_file_is_refused(tmp_path: Path, idx: bytes, message: str) -> None:
     with pytest.raises(DataError, match=message):
         IndexedTokens(_hand_built(tmp_path, idx=idx))
+
+
+def test_tokens_are_read_from_anywhere(tmp_path: Path) -> None:
+    file = IndexedTokens(_hand_built(tmp_path))
+    assert file.read(0, 6).tolist() == [5, 6, 7, 8, 9, 10]
+    assert file.read(2, 5).tolist() == [7, 8, 9]
+
+
+def test_a_file_that_is_cut_short_after_it_was_opened_is_an_error(tmp_path: Path) -> None:
+    prefix = _hand_built(tmp_path)
+    file = IndexedTokens(prefix)
+    os.truncate(f"{prefix}.bin", 8)
+    assert file.read(0, 4).tolist() == [5, 6, 7, 8]
+    with pytest.raises(DataError, match=r"x\.v1\.bin was cut short .* has no token 5 any more"):
+        file.read(3, 6)
+
+
+def test_a_storage_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = IndexedTokens(_hand_built(tmp_path))
+
+    def fail(*_args: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(DataError, match=r"x\.v1\.bin cannot be read \(Input/output error\); look"):
+        file.read(0, 1)
+
+
+def test_a_file_is_closed_with_its_reader(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    file = IndexedTokens(_hand_built(tmp_path))
+    assert len(os.listdir("/proc/self/fd")) > before
+    del file
+    assert len(os.listdir("/proc/self/fd")) == before
