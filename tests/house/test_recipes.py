@@ -20,7 +20,7 @@ def test_the_recipe_loads_and_fits_its_ranks(recipe: Path) -> None:
     assert ranks, f"{recipe.name} has no line `# Ranks: N`"
     mesh = config.mesh(int(ranks[1]))
     assert mesh.world_size == int(ranks[1])
-    assert config.data.synthetic != bool(config.data.path)
+    assert config.data.synthetic != any(config.data.folders)
 
 
 def test_there_are_recipes() -> None:
