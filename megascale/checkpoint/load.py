@@ -20,7 +20,13 @@ import torch
 import torch.distributed as dist
 
 from megascale.checkpoint.agree import Ranks
-from megascale.checkpoint.manifest import MARK, Manifest, list_checkpoints, read_manifest
+from megascale.checkpoint.manifest import (
+    MARK,
+    Manifest,
+    OtherFormatError,
+    list_checkpoints,
+    read_manifest,
+)
 from megascale.checkpoint.pieces import Piece
 from megascale.checkpoint.places import Location, Root, opened
 from megascale.checkpoint.reading import (
@@ -62,7 +68,7 @@ def find_latest(root: Root, *, group: dist.ProcessGroup | None = None) -> Locati
     """The checkpoint of `root` that was committed last and looks whole, the same on all ranks.
 
     Interrupted ones, and those of which a file is missing or of another size, are skipped with a
-    warning; None if none is left. No data is read.
+    warning; None if none is left. One of another format is refused. No data is read.
     """
     ranks = Ranks(group)
     return next((path for path, _ in _whole_ones(root, ranks)), None)
@@ -159,7 +165,22 @@ def check_sizes(path: Location, *, group: dist.ProcessGroup | None = None) -> Fi
 
 def _open(path: Location, ranks: Ranks) -> Files:
     storage, folder = opened(path)
-    return Files(storage, folder, ranks.writer_does(lambda: read_manifest(path)))
+    return Files(storage, folder, manifest_together(path, ranks))
+
+
+def manifest_together(path: Location, ranks: Ranks) -> Manifest:
+    """`read_manifest` by the writer, on all ranks; its errors too, OtherFormatError as such."""
+
+    def read() -> tuple[Manifest | None, str]:
+        try:
+            return read_manifest(path), ""
+        except OtherFormatError as error:
+            return None, str(error)
+
+    manifest, refusal = ranks.writer_does(read)
+    if manifest is None:
+        raise OtherFormatError(refusal)
+    return manifest
 
 
 def _loaded(path: Location, files: Files) -> LoadedCheckpoint:
@@ -178,6 +199,8 @@ def _whole_ones(root: Root, ranks: Ranks) -> Iterator[tuple[Location, Files]]:
         try:
             files = _open(path, ranks)
             _check_sizes(files, ranks)
+        except OtherFormatError:
+            raise
         except CheckpointError as error:
             _warn(ranks, f"skipping a corrupt checkpoint: {error}")
             continue

@@ -37,6 +37,11 @@ Place = TypeVar("Place", bound=Location)
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
+class OtherFormatError(CheckpointError):
+    """Of an older or a newer version: whole, for all that this one knows. Whoever passes it over
+    would go on from an older state, and delete it later."""
+
+
 @dataclass(frozen=True)
 class SavedFile:
     """What a file must look like to be trusted.
@@ -78,11 +83,11 @@ class Manifest:
 
     @staticmethod
     def decode(data: bytes) -> Manifest:
-        """Raises CheckpointError for another format, and for what is no manifest."""
+        """Raises OtherFormatError, and CheckpointError for what is no manifest."""
         try:
             content = json.loads(data)
             if content["format"] != FORMAT:
-                raise CheckpointError(_other_format(content["format"]))
+                raise OtherFormatError(_other_format(content["format"]))
             files = {
                 str(name): SavedFile(
                     int(entry["num_bytes"]),
@@ -221,7 +226,7 @@ def read_manifest(checkpoint: Location) -> Manifest:
     try:
         return Manifest.decode(data)
     except CheckpointError as error:
-        raise CheckpointError(f"{checkpoint}: {error}") from None
+        raise type(error)(f"{checkpoint}: {error}") from None
 
 
 def read_mark(storage: Storage, folder: str) -> Mark:

@@ -89,6 +89,9 @@ class Persistence:
         progress = self._start_anew(resume) if restored is None else self._goes_on_from(restored)
         if self._memory is not None:
             self._memory.prepare()  # what it needs is said here
+        good = self._rotation.loaded_from
+        if good is not None and progress.step < self.config.training.steps:
+            self._rotate(good)  # room for the next one, where fewer are to stay than before
         return progress
 
     def _start_anew(self, resume: bool) -> Progress:
@@ -282,8 +285,13 @@ class Persistence:
         self._send(path, due)
         if self.assembly.is_writer:
             self._last.write(Saved("disk", path.name))
+        self._rotate(path)
+
+    def _rotate(self, good: Path) -> None:
+        """Old checkpoints go, behind training; `good` verifies."""
+        if self.assembly.is_writer:
             names = [] if self._remote is None else self._remote.protected()
-            self._rotation.start(path, names)
+            self._rotation.start(good, names)
 
     def _send(self, path: Path | None, due: Due) -> None:
         if path is not None and due.remote and self._remote is not None:

@@ -23,7 +23,8 @@ from megascale.checkpoint import (
     read_meta,
 )
 from megascale.checkpoint.agree import Ranks
-from megascale.checkpoint.manifest import list_checkpoints, read_mark
+from megascale.checkpoint.load import manifest_together
+from megascale.checkpoint.manifest import OtherFormatError, list_checkpoints, read_mark
 from megascale.checkpoint.memory import MemorySlots
 from megascale.checkpoint.memory.bring import HalfRestoredError
 from megascale.checkpoint.places import Location, locate, name_of, opened
@@ -189,7 +190,10 @@ class Restorer:
         """None where it does not load; the state may be half filled then."""
         path = locate(self._places[saved.place], saved.name)
         try:
+            manifest_together(path, self._ranks)
             meta = self._ranks.writer_does(lambda: _meta_of_a_run(path))
+        except OtherFormatError:
+            raise  # an older one is not what anybody wants
         except CheckpointError as error:
             self._warn(f"skipping a corrupt checkpoint: {error}")
             return None
@@ -255,8 +259,8 @@ class Restorer:
         last = self._ranks.writer_does(self._last.read)
         if last is not None:
             raise CheckpointError(
-                f"this run saved step {last.step}, but {told} holds no checkpoint; mount its "
-                "storage or put the checkpoints back, or start a new run with --set "
+                f"this run saved step {last.step}, but no checkpoint was found in {told}; mount "
+                "its storage or put the checkpoints back, or start a new run with --set "
                 "job.run_dir=ANOTHER"
             )
 

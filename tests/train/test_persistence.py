@@ -13,14 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megascale.checkpoint import find_latest, load_newest
 from megascale.checkpoint.agree import Ranks
-from megascale.checkpoint.manifest import list_checkpoints, read_mark
+from megascale.checkpoint.manifest import OtherFormatError, list_checkpoints, read_mark
 from megascale.config import CheckpointConfig, CommConfig, RunConfig, TrainingConfig
 from megascale.storage import open_storage
 from megascale.telemetry.hooks import Hook
 from megascale.train import memory_slots
 from megascale.train.control_groups import control_group
 from megascale.train.loop import Loop
+from tests.checkpoint.test_cli import set_format
+from tests.train.command import tree
 from tests.train.runs import SINGLE, train
 
 
@@ -113,3 +116,41 @@ def test_checkpoints_that_were_moved_away_and_come_back_are_older(
     newest = list_checkpoints(run / "checkpoints").committed[0]
     assert newest.name == "step-00000010"
     assert read_mark(open_storage(run / "checkpoints"), newest.name).number == 5
+
+
+def test_fewer_stay_from_the_resume_on(tmp_path: Path) -> None:
+    """What is advised for a disk that is full helps: old ones go before the next is written."""
+    run = tmp_path / "run"
+    options = ["checkpoint.interval=2", "checkpoint.keep_latest_k=9"]
+    assert train(run, SINGLE, ["training.steps=6", *options]) == [None]
+    more = ["training.steps=7", "checkpoint.interval=0", "checkpoint.save_at_end=false"]
+    assert train(run, SINGLE, [*more, "checkpoint.keep_latest_k=1"], resume=True) == [None]
+    assert [path.name for path in list_checkpoints(run / "checkpoints").committed] == [
+        "step-00000006"
+    ]
+
+
+def test_a_finished_run_keeps_what_it_has(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = ["training.steps=4", "checkpoint.interval=2"]
+    assert train(run, SINGLE, options) == [None]
+    assert train(run, SINGLE, [*options, "checkpoint.keep_latest_k=1"], resume=True) == [None]
+    assert len(list_checkpoints(run / "checkpoints").committed) == 2
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_newest_checkpoint_of_another_format_is_refused(tmp_path: Path, number: int) -> None:
+    """Not passed over for an older one, behind which it would be deleted."""
+    run = tmp_path / "run"
+    options = ["checkpoint.interval=2"]
+    assert train(run, SINGLE, ["training.steps=4", *options]) == [None]
+    set_format(run / "checkpoints" / "step-00000004", number)
+    before = tree(run / "checkpoints")
+    (error,) = train(run, SINGLE, ["training.steps=8", *options], resume=True)
+    assert error is not None
+    assert f"checkpoint format {number} of a" in error
+    assert tree(run / "checkpoints") == before
+    with pytest.raises(OtherFormatError, match="the version that wrote it"):
+        find_latest(run / "checkpoints")
+    with pytest.raises(OtherFormatError, match="step-00000004: checkpoint format"):
+        load_newest(run / "checkpoints", [])
