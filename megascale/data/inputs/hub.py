@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megascale.data.inputs.documents import Document
-from megascale.data.inputs.tables import column_texts, require_text_column
+from megascale.data.inputs.tables import column_texts, require_text_column, saved_dataset_files
 from megascale.errors import DataError, require_extra
 
 PREFIX = "hf:"
@@ -67,6 +68,11 @@ def named_dataset(name: str, column: str) -> HubDataset:
     fields = name.removeprefix(PREFIX).split(":")
     if not fields[0] or len(fields) > 3:
         raise DataError(f"input {name!r} is not a data set; the form is {_FORM}")
+    if saved_dataset_files(Path(fields[0])) is not None:
+        raise DataError(
+            f"{fields[0]} is a folder of datasets.save_to_disk, to be named without {PREFIX!r}: "
+            f"--input {fields[0]}"
+        )
     config = fields[1] if len(fields) > 1 else ""
     split = fields[2] if len(fields) > 2 else ""
     return HubDataset(fields[0], config or None, split or "train", column)

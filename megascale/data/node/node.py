@@ -13,7 +13,7 @@ import mmap
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,15 +148,30 @@ def _allocate(num_bytes: int, config: RunConfig) -> int:
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Memory that this process may still take: the machine's, and its control group's."""
+    """Memory that this process may still take: the machine's, and its control groups'."""
     lines = (root / "proc/meminfo").read_text().splitlines()
-    available = next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:"))
-    with suppress(
-        OSError, ValueError, StopIteration
-    ):  # no control groups of version 2, or no limit
+    machine = next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:"))
+    return min([machine, *_groups_rooms(root)])
+
+
+def _groups_rooms(root: Path) -> Iterator[int]:
+    """Limit less use of this process's control group, of version 2 and 1, and of the one that is
+    the root here, which is the group of a container that shows no more. Pages of files that can be
+    dropped are no use: reading the data must not make the next start seem too large."""
+    try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
-        path = next(line[3:] for line in groups if line.startswith("0::"))
-        group = root / "sys/fs/cgroup" / path.lstrip("/")
-        limit = int((group / "memory.max").read_text())
-        available = min(available, limit - int((group / "memory.current").read_text()))
-    return available
+    except FileNotFoundError:  # a kernel without them
+        return
+    for _, controllers, path in (line.split(":", 2) for line in groups):
+        if not controllers:
+            top, names = "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            top = "sys/fs/cgroup/memory"
+        else:
+            continue
+        for group in {root / top, root / top / path.lstrip("/")}:
+            with suppress(OSError, ValueError):  # not shown here, or without a limit ("max")
+                limit, used = (int((group / name).read_text()) for name in names[:2])
+                stat = dict(x.split()[:2] for x in (group / "memory.stat").read_text().splitlines())
+                yield max(limit - used + int(stat.get(names[2], 0)), 0)

@@ -13,7 +13,8 @@ from megascale.data.inputs.hub import HubDataset, named_dataset
 from megascale.errors import DataError
 from tests.data.inputs.reading import documents
 
-pytest.importorskip("datasets")
+datasets = pytest.importorskip("datasets")
+datasets.disable_progress_bars()
 _TEXTS: list[str | None] = [f"document {i} naïve" for i in range(700)]
 
 
@@ -54,3 +55,9 @@ def test_what_is_not_there_is_told_before_anything_starts(folder: Path) -> None:
         documents(f"hf:{folder / 'absent'}")
     with pytest.raises(DataError, match=r"no column 'txt': .* did you mean 'text'\?"):
         documents(f"hf:{folder}", text_column="txt")
+
+
+def test_a_saved_data_set_has_no_name(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(DataError, match=r"to be named without 'hf:': --input .*saved"):
+        named_dataset(f"hf:{tmp_path / 'saved'}", "text")

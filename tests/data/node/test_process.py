@@ -175,16 +175,28 @@ def test_too_little_memory_is_said_before_anything_starts(monkeypatch: pytest.Mo
 
 
 def test_memory_is_what_the_machine_and_the_control_group_leave(tmp_path: Path) -> None:
-    for folder in ("proc/self", "sys/fs/cgroup/job"):
+    for folder in ("proc/self", "sys/fs/cgroup/job", "sys/fs/cgroup/memory/old"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
     assert available_bytes(tmp_path) == 4000 * 1024
-    (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
-    (tmp_path / "sys/fs/cgroup/job/memory.max").write_text("max\n")
+    (tmp_path / "proc/self/cgroup").write_text("4:cpu:/\n3:memory,x:/old\n0::/job\n")
+    group = tmp_path / "sys/fs/cgroup/job"
+    (group / "memory.max").write_text("max\n")
+    (group / "memory.current").write_text("1000000\n")
+    (group / "memory.stat").write_text("anon 300000\ninactive_file 700000\n")
     assert available_bytes(tmp_path) == 4000 * 1024
-    (tmp_path / "sys/fs/cgroup/job/memory.max").write_text("3000000\n")
-    (tmp_path / "sys/fs/cgroup/job/memory.current").write_text("1000000\n")
-    assert available_bytes(tmp_path) == 2_000_000
+    (group / "memory.max").write_text("3000000\n")
+    assert available_bytes(tmp_path) == 2_700_000  # what was read of files can be dropped
+    for name, text in (
+        ("limit_in_bytes", "900000\n"),
+        ("usage_in_bytes", "500000\n"),
+        ("stat", "total_inactive_file 100000\n"),
+    ):
+        (tmp_path / "sys/fs/cgroup/memory/old" / f"memory.{name}").write_text(text)
+    assert available_bytes(tmp_path) == 500_000
+    for name, text in (("max", "600000"), ("current", "700000"), ("stat", "")):
+        (tmp_path / f"sys/fs/cgroup/memory.{name}").write_text(text)  # of a container
+    assert available_bytes(tmp_path) == 0
 
 
 def test_data_that_cannot_be_opened_is_told_in_its_words(tmp_path: Path) -> None:
