@@ -161,7 +161,11 @@ def _copy_late() -> None:
         now()
         finish(self, begun)
 
-    slots.MemorySlots._copy_out = lambda self, image: waiting.append((self, image))  # type: ignore[method-assign]
+    def later(self: slots.MemorySlots, image: Any) -> tuple[None, list[Any]]:
+        waiting.append((self, image))
+        return None, []
+
+    slots.MemorySlots._copy_out = later  # type: ignore[method-assign]
     slots.MemorySlots.before_update = before_update  # type: ignore[method-assign]
     slots.MemorySlots._finish = settled  # type: ignore[method-assign]
 

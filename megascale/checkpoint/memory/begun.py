@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 
-from megascale.checkpoint.memory.hashing import Arrival
 from megascale.checkpoint.memory.slot import Slot, Stamp
 from megascale.errors import CheckpointError
 
@@ -16,14 +14,14 @@ from megascale.errors import CheckpointError
 @dataclass(frozen=True)
 class Begun:
     """copied   the copy from the device; None: it is done
-    arrivals  of parts of it, for whoever hashes
+    hashed   of the values; None: nobody hashes them yet
     outcome  None once the step is settled, an error where it never will be
     """
 
     slot: Slot
     stamp: Stamp
     copied: torch.cuda.Event | None
-    arrivals: Sequence[Arrival] = ()
+    hashed: Future[str] | None = None
     outcome: Future[None] = field(default_factory=Future)
 
     def wait(self) -> None:

@@ -51,15 +51,20 @@ class Completion:
         self.complete: Stamp | None = None
         self.doing = ""
 
-    def run(self, slot: Slot, stamp: Stamp, arrivals: Sequence[Arrival] = ()) -> None:
-        """The values are in `slot` once `arrivals` have come. Collective over the group."""
+    def hash_of(self, image: Tensor, arrivals: Sequence[Arrival] = ()) -> str:
+        """Of the values in a slot's image, hashed as they arrive."""
+        return self.hasher.hash_of(image[self._body.start :], arrivals)
+
+    def run(self, slot: Slot, stamp: Stamp, hashed: Future[str] | None = None) -> None:
+        """The values are in `slot`. Collective over the group.
+
+        hashed  where somebody hashes them already
+        """
         slot.write_table(self._body.table)
         if self._group is None:
-            self._mark(slot, stamp, arrivals)
+            self._mark(slot, stamp, hashed)
         else:
-            marked = in_thread(lambda: self._mark(slot, stamp, arrivals))
-            for arrival in arrivals:
-                arrival.wait()
+            marked = in_thread(lambda: self._mark(slot, stamp, hashed))
             try:
                 self._exchange(slot, marked, self._group)
             except CheckpointError as error:
@@ -86,7 +91,7 @@ class Completion:
             if self.complete is None or (h := slot.header()) is None or h.stamp != self.complete
         ]
 
-    def _mark(self, slot: Slot, stamp: Stamp, arrivals: Sequence[Arrival]) -> None:
+    def _mark(self, slot: Slot, stamp: Stamp, hashed: Future[str] | None) -> None:
         """Hash the values; the slot is complete."""
         self.doing = "its values are hashed"
         body = self._body
@@ -99,7 +104,7 @@ class Completion:
                 table_bytes=len(body.table),
                 table_crc=body.table_crc,
                 body_bytes=body.num_bytes,
-                body_hash=self.hasher.hash_of(slot.image[body.start :], arrivals),
+                body_hash=self.hash_of(slot.image) if hashed is None else hashed.result(),
             )
         )
         self.doing = "its copy is sent"

@@ -191,7 +191,9 @@ class MemorySlots:
         self._number += 1
         stamp = Stamp(self._epoch, self._number, self._start, step, consumed_samples)
         slot.begin()
-        self._begun = self._last = Begun(slot, stamp, *self._copy_out(slot.image))
+        copied, arrivals = self._copy_out(slot.image)
+        hashed = self._hashed(slot.image, arrivals) if arrivals and self._outlives else None
+        self._begun = self._last = Begun(slot, stamp, copied, hashed)
         self._copied = self._begun.copied
 
     def before_update(self) -> None:
@@ -268,9 +270,16 @@ class MemorySlots:
             copied = stream.record_event(torch.cuda.Event(blocking=True))
         return copied, [*arrivals, Arrival(self._body.num_bytes, copied.synchronize)]
 
+    def _hashed(self, image: Tensor, arrivals: Sequence[Arrival]) -> Future[str]:
+        """Begins before the step is settled: the host learns of its end a launch later, by when
+        the next step is over as well."""
+        return in_thread(lambda: self._completion.hash_of(image, arrivals))
+
     def _finish(self, begun: Begun) -> None:
         """The save counts."""
-        self._completion.run(begun.slot, begun.stamp, begun.arrivals)
+        if begun.copied is not None:
+            begun.copied.synchronize()
+        self._completion.run(begun.slot, begun.stamp, begun.hashed)
         for slot in self._former:  # of a start that had more slots: a later save is complete
             slot.release()
 
