@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,3 +167,31 @@ def test_a_seed_of_more_than_a_word(tokenizer: Path, tmp_path: Path, seed: int) 
 def test_an_output_that_no_disk_can_name(tokenizer: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"could not prepare .*File name too long"):
         prepare(["stdlib"], str(tokenizer), tmp_path / ("x" * 300))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_nothing_is_left_when_it_is_asked_to_end(
+    tokenizer: Path, tmp_path: Path, signum: signal.Signals
+) -> None:
+    def ask(_step: Progress) -> None:
+        os.kill(os.getpid(), signum)
+
+    def run() -> None:
+        text = str(tmp_path / "a.jsonl")
+        prepare([text], str(tokenizer), tmp_path / "o", workers=1, progress=ask)
+
+    lines = (json.dumps({"text": text}) + "\n" for text in _TEXTS)
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    before = signal.getsignal(signum)
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 128 + signum
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "tokenizer"]
+    assert signal.getsignal(signum) == before
+    signal.signal(signum, signal.SIG_IGN)
+    try:
+        run()
+        assert signal.getsignal(signum) == signal.SIG_IGN
+    finally:
+        signal.signal(signum, before)
+    assert Meta.read(tmp_path / "o").splits["train"].documents > 0
