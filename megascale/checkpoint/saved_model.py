@@ -18,7 +18,7 @@ from megascale.checkpoint.agree import Ranks
 from megascale.checkpoint.full import FullReader
 from megascale.checkpoint.huggingface import CONFIG, INDEX, SINGLE
 from megascale.checkpoint.load import check_sizes, find_latest, read_meta
-from megascale.checkpoint.manifest import MANIFEST
+from megascale.checkpoint.manifest import MANIFEST, is_checkpoint_name
 from megascale.config import ModelConfig
 from megascale.errors import CheckpointError
 
@@ -27,13 +27,14 @@ TOKENIZER = "tokenizer.json"
 
 
 def find_checkpoint(path: Path, *, group: dist.ProcessGroup | None = None) -> Path:
-    """The checkpoint that `path` names: itself, or the newest one of a run folder that looks whole.
+    """The checkpoint that `path` names: itself, or the newest one that looks whole of a run folder
+    or of a folder of checkpoints.
 
     Its data are not read here: whoever reads them checks them. Collective over `group`. Raises
     CheckpointError on all ranks where there is none.
     """
-    root = path / CHECKPOINTS
-    if Ranks(group).writer_does(root.is_dir):
+    root = Ranks(group).writer_does(lambda: _root_in(path))
+    if root is not None:
         found = find_latest(root, group=group)
         if found is None:
             raise CheckpointError(
@@ -46,9 +47,23 @@ def find_checkpoint(path: Path, *, group: dist.ProcessGroup | None = None) -> Pa
     return path
 
 
+def _root_in(path: Path) -> Path | None:
+    """The folder of checkpoints that `path` is or holds."""
+    if (path / CHECKPOINTS).is_dir():
+        return path / CHECKPOINTS
+    holds = path.is_dir() and any(is_checkpoint_name(entry.name) for entry in path.iterdir())
+    return path if holds else None
+
+
 def _refuse_what_is_no_checkpoint(path: Path) -> None:
     if (path / MANIFEST).is_file():
         return
+    scheme, slash, rest = str(path).partition(":/")  # a Path has lost the second one
+    if slash and "/" not in scheme:
+        raise CheckpointError(
+            f"{scheme}://{rest} is not on a disk, which is needed here; first: megascale "
+            f"checkpoint convert {scheme}://{rest} FOLDER"
+        )
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder; give a run folder or a checkpoint in it")
     if (path / CONFIG).is_file() and ((path / SINGLE).is_file() or (path / INDEX).is_file()):
@@ -57,8 +72,8 @@ def _refuse_what_is_no_checkpoint(path: Path) -> None:
             "NEW_RUN_DIR, or, to train from it, set checkpoint.initial_load_in_hf = true"
         )
     raise CheckpointError(
-        f"{path} is neither a run folder (no {CHECKPOINTS}/ in it) nor a checkpoint that was "
-        f"saved to its end (no {MANIFEST}); give one of the two"
+        f"{path} is neither a run folder (no {CHECKPOINTS}/ in it), nor a folder of checkpoints, "
+        f"nor a checkpoint that was saved to its end (no {MANIFEST}); give one of these"
     )
 
 

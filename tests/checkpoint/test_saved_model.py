@@ -44,6 +44,22 @@ def test_a_torn_checkpoint_is_skipped_in_a_run_and_refused_by_name(
         find_checkpoint(torn)
 
 
+def test_a_folder_of_checkpoints_is_as_good_as_a_run(tmp_path: Path) -> None:
+    """`megascale checkpoint convert` makes such a one."""
+    _save(tmp_path, 1, META)
+    newest = _save(tmp_path, 2, META)
+    assert find_checkpoint(newest.parent) == newest
+    assert torch.equal(open_saved_model(newest.parent).parameter("w"), WEIGHT)
+
+
+def test_what_lies_elsewhere_is_told_by_its_address(tmp_path: Path) -> None:
+    told = "s3://bucket/run is not on a disk.* checkpoint convert s3://bucket/run FOLDER"
+    with pytest.raises(CheckpointError, match=told):
+        find_checkpoint(Path("s3://bucket/run"))
+    with pytest.raises(CheckpointError, match="is no folder"):
+        find_checkpoint(tmp_path / "a:" / "b")
+
+
 def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is neither a run folder"):
         find_checkpoint(tmp_path)
