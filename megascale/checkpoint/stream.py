@@ -96,7 +96,8 @@ def _slices(tensor: Tensor, most_bytes: int) -> Iterator[Tensor]:
     tensor = tensor.detach()
     if tensor.is_contiguous() or tensor.nbytes <= most_bytes:
         if tensor.numel():
-            yield tensor.contiguous().view(-1).view(torch.uint8)
+            # not `view(-1)`: of a single element it keeps a stride that may be anything
+            yield tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         return
     row_bytes = tensor.nbytes // len(tensor)
     if row_bytes > most_bytes:
