@@ -89,9 +89,20 @@ class Meta:
                     f"{FORMAT_VERSION}: prepare the data again with: {values.get('command')}"
                 )
             splits = {name: SplitMeta(**split) for name, split in values.pop("splits").items()}
-            return cls(splits=splits, **values)
+            meta = cls(splits=splits, **values)
+            parts: list[Meta | SplitMeta] = [meta, *splits.values()]
+            for part in parts:
+                _require_numbers(part)
+            return meta
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{path} is damaged ({error}); prepare the data again") from None
+
+
+def _require_numbers(part: Meta | SplitMeta) -> None:
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if field.type == "int" and (type(value) is not int or value < 0):
+            raise ValueError(f"{field.name} is {value!r}, not a number of things")
 
 
 @dataclass(frozen=True)
@@ -123,6 +134,14 @@ def open_prepared(
             f"were made with {meta.tokenizer_sha256[:16]}; put that tokenizer.json back, or "
             "prepare the data again"
         )
+    for name in ("vocab_size", "end_of_document_id"):
+        number, stored = getattr(tokenizer, name), getattr(meta, name)
+        if number != stored:
+            raise DataError(
+                f"{folder}: the tokenizer's files give {name} {number}, its tokens were made with "
+                f"{stored} (meta.json); put back the file that was changed (tokenizer_config.json "
+                "names the end of document), or prepare the data again"
+            )
     if tokenizer_sha256 is not None and tokenizer_sha256 != meta.tokenizer_sha256:
         raise DataError(
             f"the data of {folder} was tokenised with fingerprint {meta.tokenizer_sha256[:16]}, "

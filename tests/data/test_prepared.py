@@ -59,6 +59,34 @@ def test_damaged_meta_is_refused(folder: Path, text: str) -> None:
         open_prepared(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("vocab_size", "280"), ("seed", None), ("end_of_document_id", -1), ("source_files", True)],
+)
+def test_numbers_of_meta_are_numbers(folder: Path, name: str, value: object) -> None:
+    values = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(values | {name: value}))
+    with pytest.raises(
+        DataError, match=rf"meta\.json is damaged \({name} is {value!r}, not a numb"
+    ):
+        open_prepared(folder)
+    splits = {"train": {"tokens": value, "documents": 1}}
+    (folder / "meta.json").write_text(json.dumps(values | {"splits": splits}))
+    with pytest.raises(DataError, match=rf"damaged \(tokens is {value!r}"):
+        open_prepared(folder)
+
+
+def test_another_end_or_vocabulary_than_that_of_the_tokens_is_refused(folder: Path) -> None:
+    meta = (folder / "meta.json").read_text()
+    (folder / "meta.json").write_text(json.dumps(json.loads(meta) | {"vocab_size": 5}))
+    with pytest.raises(DataError, match=r"give vocab_size \d+, its tokens were made with 5 "):
+        open_prepared(folder)
+    (folder / "meta.json").write_text(meta)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "a"}')
+    with pytest.raises(DataError, match=r"give end_of_document_id \d+, .*made with 0 "):
+        open_prepared(folder)
+
+
 def test_other_format_names_the_command(folder: Path) -> None:
     values = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps({**values, "format_version": 9}))
