@@ -225,13 +225,16 @@ def _agree(part: Callable[[], Any], mesh: Mesh) -> list[Any]:
     except OSError as error:  # no process, no descriptor
         cause, failed = error, (LaunchError, f"the loader of its node did not start: {error}")
     outcomes: list[tuple[Any, tuple[type[MegascaleError], str] | None]] = [(value, failed)]
+    own = 0
     if mesh.world_size > 1:
+        own = dist.get_rank()
         outcomes = [(None, None)] * mesh.world_size
         dist.all_gather_object(outcomes, (value, failed))
     for rank, (_, failure) in enumerate(outcomes):
         if failure is not None:
             kind, message = failure
-            raise kind(f"rank {rank} of {mesh.world_size}: {message}") from cause
+            said = "" if rank == own else f"as rank {rank} said: "
+            raise kind(said + message) from cause
     return [value for value, _ in outcomes]
 
 

@@ -117,3 +117,12 @@ def test_a_loader_that_dies_ends_all_ranks_with_one_error(tmp_path: Path) -> Non
         assert error.startswith("LaunchError: the loader of node ")
         assert "is gone and left no word" in error
         assert "start the run again with --resume" in error
+
+
+def test_a_loader_that_cannot_start_is_told_by_every_rank(tmp_path: Path) -> None:
+    errors = train(tmp_path / "run", LAYOUTS["dp2"], [*SETTINGS, "data.prefetch=64"])
+    told = "data.prefetch is 64, and the loader of a node reads at most 63 global batches ahead; "
+    assert [error and error.partition("lower it")[0] for error in errors] == [
+        f"ConfigError: {told}",
+        f"ConfigError: as rank 0 said: {told}",
+    ]
