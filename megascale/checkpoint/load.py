@@ -37,6 +37,7 @@ from megascale.checkpoint.reading import (
     RankPlan,
     Window,
     gather,
+    lost_peers,
     read_pieces,
     wants_of,
 )
@@ -93,7 +94,7 @@ def load_newest(
         loaded = _loaded(path, files)
         accept(path, loaded.meta)
         try:
-            with _peers_named(str(path)):
+            with _peers_named(str(path), ranks):
                 _load(files, pieces, ranks, plans)
         except DamagedError as error:
             _warn(ranks, f"skipping a corrupt checkpoint: {error}")
@@ -127,7 +128,7 @@ def load_checkpoint(
     for another model, a storage that fails, a rank that is gone. Pieces may then be half filled.
     """
     ranks = Ranks(group)
-    with _peers_named(str(path)):
+    with _peers_named(str(path), ranks):
         files = _open(path, ranks)
         if not verified:
             _check_sizes(files, ranks)
@@ -250,15 +251,17 @@ def _say_conversions(plan: RankPlan, pieces: Sequence[Piece]) -> None:
 
 
 @contextmanager
-def _peers_named(where: str) -> Iterator[None]:
-    """A rank that dies while the load is planned closes gloo's connections under a collective."""
+def _peers_named(where: str, ranks: Ranks) -> Iterator[None]:
+    """A rank that dies while the load is planned closes gloo's connections under a collective,
+    whose error does not say which one."""
     try:
         yield
     except RuntimeError as error:
-        raise CheckpointError(
-            f"loading {where}: a rank is gone, or did not answer in time "
-            f"({str(error).splitlines()[0]}); look at the logs of the ranks"
-        ) from error
+        reason = str(error).splitlines()[0]
+        # a timeout of gloo's own closes all connections: then nobody can be named
+        lost = [] if "imed out" in reason else lost_peers(ranks)
+        told = "; ".join(map(str, lost)) or "a rank is gone, or did not answer in time"
+        raise CheckpointError(f"loading {where}: {told} ({reason})") from error
 
 
 def _warn(ranks: Ranks, message: str) -> None:

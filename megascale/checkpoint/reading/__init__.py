@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from megascale.checkpoint.reading.exchange import copy_parts, read_block, read_pieces
 from megascale.checkpoint.reading.files import Files
+from megascale.checkpoint.reading.messages import lost_peers
 from megascale.checkpoint.reading.outcome import gather
 from megascale.checkpoint.reading.plan import Limits, Needs, RankPlan
 from megascale.checkpoint.reading.saved import Saved, Want, wants_of
@@ -35,6 +36,7 @@ __all__ = [
     "Window",
     "copy_parts",
     "gather",
+    "lost_peers",
     "read_block",
     "read_pieces",
     "wants_of",

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from megascale.checkpoint.agree import Ranks
 from megascale.errors import CheckpointError
 
 _FOR_EVER = timedelta(days=30)
+_PROBE = (1 << 20) + 2  # a tag of its own
 _LEAST_S = 1.0  # what has arrived is taken also after the deadline, on a busy machine too
 
 
@@ -148,3 +150,17 @@ class Messages:
     def _lost(self, peer: int, what: str) -> PeerGoneError:
         text = f"rank {peer} of {self.ranks.num_ranks} {what}; look at its log and its node"
         return self._gone.setdefault(peer, PeerGoneError(peer, text))
+
+
+def lost_peers(ranks: Ranks) -> list[PeerGoneError]:
+    """Ranks whose connection is closed, after a collective failed and did not say of whom: each is
+    sent a byte, which nobody takes, so the group is of no use afterwards."""
+    messages, lost = Messages(ranks, 5.0), list[PeerGoneError]()
+    for peer in range(ranks.num_ranks):
+        if peer != ranks.rank:
+            try:
+                messages.wait(messages.send(torch.zeros(1, dtype=torch.uint8), peer, _PROBE))
+            except PeerGoneError as error:
+                lost.append(error)
+    messages.close()
+    return lost

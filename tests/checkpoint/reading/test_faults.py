@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from megascale.checkpoint import DamagedError, load, load_checkpoint, load_newest, save_checkpoint
 from megascale.checkpoint.manifest import MANIFEST
+from megascale.checkpoint.reading import shared_plan
 from megascale.errors import CheckpointError, StorageError
 from megascale.storage import BLOCK_BYTES
 from tests.checkpoint.layouts import Layout, empty, reference, replicated, rows, whole
@@ -163,6 +165,45 @@ def test_a_rank_that_is_gone_is_named_by_the_others(
         assert float(seconds) < 15
         assert kind == "CheckpointError:"
         assert what.format(path=path) in message
+
+
+def _die_planning(rank: int, store: str, path: Path, told: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4)
+    make_plan = shared_plan.make_plan
+
+    def die(*arguments: Any) -> Any:
+        if rank == 1:
+            time.sleep(0.3)  # the others wait for it
+            os.kill(os.getpid(), signal.SIGKILL)
+        return make_plan(*arguments)
+
+    with mock.patch.object(shared_plan, "make_plan", die):
+        try:
+            load_checkpoint(path, rows(rank, 4, empty()), group=dist.group.WORLD)
+        except CheckpointError as error:
+            (told / f"rank-{rank}").write_text(str(error))
+    time.sleep(0.5)  # who ends closes connections, also of those that wait for it alone
+
+
+def test_a_rank_that_dies_while_the_load_is_planned_is_named(tmp_path: Path) -> None:
+    run_ranks(_save, 4, tmp_path, 1)
+    path, told = tmp_path / "step-00000001", tmp_path / "told"
+    told.mkdir()
+    ranks = [
+        forkserver.Process(target=_die_planning, args=(rank, str(tmp_path / "store"), path, told))
+        for rank in range(4)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(30.0)
+        process.kill()
+        process.join()
+    messages = [(told / f"rank-{rank}").read_text() for rank in (0, 2, 3)]
+    assert all(message.startswith(f"loading {path}: ") for message in messages), messages
+    named = "rank 1 of 4 is gone (its connection was closed)"
+    assert all(named in message for message in messages), messages
+    assert any(message.count(" is gone") == 1 for message in messages), messages
 
 
 def test_the_next_older_one_is_loaded_where_the_newest_is_damaged(
