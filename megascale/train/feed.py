@@ -28,6 +28,7 @@ from megascale.env import hostname
 from megascale.errors import ConfigError, LaunchError, MegascaleError
 from megascale.topology import Coordinates, Mesh
 from megascale.train.corpus import make_loader
+from megascale.units import format_bytes
 
 logger = logging.getLogger(__name__)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -202,13 +203,13 @@ def _tell(rings: list[RingOf], memory: NodeMemory) -> None:
     shapes = [shape for _, shape in rings]
     logger.info(
         "data: process %d reads for ranks %d to %d of %s, once for each of %d data ranks, into "
-        "%.1f MB of shared memory (%s)",
+        "%s of shared memory (%s)",
         memory.place.loader,
         memory.ranks[0],
         memory.ranks[-1],
         hostname(),
         len(shapes[0].dp_ranks),
-        offsets(shapes)[-1] / 1e6,
+        format_bytes(offsets(shapes)[-1]),
         ", ".join(f"{split}: {shape.num_slots} batches" for split, shape in rings),
     )
 

@@ -24,6 +24,7 @@ from megascale.data.node.shape import RingShape, offsets
 from megascale.data.prepared import Split
 from megascale.env import child_environment, hostname
 from megascale.errors import ConfigError
+from megascale.units import format_bytes
 
 _GRACE_S = 5.0  # for a loader whose input has ended
 RingOf = tuple[Split, RingShape]
@@ -131,13 +132,13 @@ def start_of(pid: int) -> int | None:
 def _allocate(num_bytes: int, config: RunConfig) -> int:
     what = (
         f"data.prefetch {config.data.prefetch} with batches of {config.training.global_batch_size} "
-        f"x {config.training.seq_len} tokens needs {num_bytes / 1e6:,.1f} MB of shared memory on "
+        f"x {config.training.seq_len} tokens needs {format_bytes(num_bytes)} of shared memory on "
         f"{hostname()}"
     )
     advice = "lower data.prefetch, or set data.loader = 'rank' where a node's ranks are few"
     available = available_bytes()
     if num_bytes > available:
-        raise ConfigError(f"{what}, {available / 1e6:,.1f} MB are available; {advice}")
+        raise ConfigError(f"{what}, {format_bytes(available)} are available; {advice}")
     descriptor = os.memfd_create("megascale-batches")
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)

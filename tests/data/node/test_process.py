@@ -167,8 +167,8 @@ def test_nothing_is_left_when_the_owner_is_killed() -> None:
 def test_too_little_memory_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_module, "available_bytes", lambda: 10_000)
     expected = (
-        r"data.prefetch 2 with batches of 8 x 16 tokens needs 0.0 MB of shared memory on .*, "
-        r"0.0 MB are available; lower data.prefetch"
+        r"data.prefetch 2 with batches of 8 x 16 tokens needs 12.00KiB of shared memory on .*, "
+        r"9.77KiB are available; lower data.prefetch"
     )
     with pytest.raises(ConfigError, match=expected):
         NodeLoader(load_config(None, SYNTHETIC), [("train", _shape())])
