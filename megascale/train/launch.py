@@ -16,8 +16,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -72,6 +72,17 @@ def stop_signals() -> list[signal.Signals]:
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signals.append(signal.SIGHUP)
     return signals
+
+
+@contextmanager
+def stopped_by_signals(ask: Callable[[], None]) -> Iterator[None]:
+    """A signal to stop calls `ask`, and does nothing else."""
+    old = {s: signal.signal(s, lambda _signum, _frame: ask()) for s in stop_signals()}
+    try:
+        yield
+    finally:
+        for signum, handler in old.items():
+            signal.signal(signum, handler)
 
 
 def record_failure(logs: Path, global_rank: int, message: str, exit_code: int) -> None:

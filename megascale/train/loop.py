@@ -14,12 +14,8 @@ from __future__ import annotations
 
 import gc
 import logging
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 
 from megascale.checkpoint.agree import waits_in
 from megascale.checkpoint.manifest import list_checkpoints
@@ -29,10 +25,10 @@ from megascale.telemetry.recorder import Recorder
 from megascale.topology import Coordinates
 from megascale.train.assemble import Assembly
 from megascale.train.batches import DeviceBatches
-from megascale.train.corpus import tokenizer_files, unigram_entropy_nats
+from megascale.train.corpus import tokenizer_files
 from megascale.train.feed import Feed, open_feed
 from megascale.train.host import collections_by, runs_ahead
-from megascale.train.launch import stop_signals
+from megascale.train.launch import stopped_by_signals
 from megascale.train.nonfinite import NonfiniteSteps, first_bad_name
 from megascale.train.persistence import Persistence
 from megascale.train.replicas import check_replicas
@@ -41,7 +37,7 @@ from megascale.train.resume import changed_keys, describe_changes, refuse_anothe
 from megascale.train.run_folder import RunFolder
 from megascale.train.state import Progress
 from megascale.train.step import StepOutcome, train_step
-from megascale.train.validation import held_out, validate
+from megascale.train.validation import compare_with_unigrams, held_out, validate
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +82,7 @@ class Loop:
                 if not self._begin(resume=resume):
                     return
                 self._open_loader()
-                with self._signals(), collections_by(self.config.training.gc):
+                with stopped_by_signals(self._ask_to_stop), collections_by(self.config.training.gc):
                     self.reporter.restart_clock()
                     self._train()
                     self._finish()
@@ -136,7 +132,7 @@ class Loop:
                 self.progress.step,
             )
         elif self.config.validation.interval:
-            self._compare_with_unigrams(self._validate())
+            compare_with_unigrams(self.config, self._validate())
         if checkpoint.enable and (checkpoint.save_at_end or self._stopping):
             self.persistence.save(self.progress, required=True)
         self.persistence.finish()
@@ -257,17 +253,6 @@ class Loop:
         self.reporter.validated(self.progress.step, loss, of_parts)
         return loss
 
-    def _compare_with_unigrams(self, loss: float) -> None:
-        entropy = unigram_entropy_nats(self.config)
-        if entropy is not None:
-            logger.info(
-                "validation loss %.3f nats, %.3f %s the unigram entropy %.3f of the training split",
-                loss,
-                abs(entropy - loss),
-                "under" if loss <= entropy else "over",
-                entropy,
-            )
-
     @property
     def _place(self) -> Coordinates:
         return self.assembly.groups.coordinates
@@ -286,19 +271,9 @@ class Loop:
             self._batches.close()
             self._batches = None
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """A signal to stop, to any rank: all save the same step and return."""
-
-        def ask(_signum: int, _frame: FrameType | None) -> None:
-            self._stop_asked = True
-
-        old = {s: signal.signal(s, ask) for s in stop_signals()}
-        try:
-            yield
-        finally:
-            for signum, handler in old.items():
-                signal.signal(signum, handler)
+    def _ask_to_stop(self) -> None:
+        """All ranks save the same step and return."""
+        self._stop_asked = True
 
 
 def _read(pending: _Pending) -> StepValues:

@@ -9,6 +9,7 @@ Invariant: the same samples at every validation and in every layout.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -19,7 +20,10 @@ from megascale.data import GlobalBatch, GlobalBatchLoader, SampleOrder, shares_o
 from megascale.data.opening import held_out_batches, open_held_out
 from megascale.topology import Coordinates, Mesh
 from megascale.train.assemble import Assembly
+from megascale.train.corpus import unigram_entropy_nats
 from megascale.train.step import validation_loss
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -91,3 +95,16 @@ def _names(folders: tuple[str, ...]) -> list[str]:
     """The last part of each folder's path, or the paths where two end alike."""
     names = [Path(folder).name for folder in folders]
     return names if len({*names}) == len(names) else list(folders)
+
+
+def compare_with_unigrams(config: RunConfig, loss: float) -> None:
+    """Say what a validation's loss is beside that of a model which knows frequencies alone."""
+    entropy = unigram_entropy_nats(config)
+    if entropy is not None:
+        logger.info(
+            "validation loss %.3f nats, %.3f %s the unigram entropy %.3f of the training split",
+            loss,
+            abs(entropy - loss),
+            "under" if loss <= entropy else "over",
+            entropy,
+        )

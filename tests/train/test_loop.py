@@ -20,8 +20,8 @@ from megascale.config import load_config
 from megascale.events import Header, Span, Sums, read_events
 from megascale.optim import learning_rate
 from megascale.telemetry.hooks import Hook
-from megascale.train import loop, recording
 from megascale.train import rank as rank_module
+from megascale.train import recording, validation
 from megascale.train.host import runs_ahead
 from megascale.train.loop import Loop
 from megascale.train.run_folder import RunFolder
@@ -162,7 +162,7 @@ def test_the_bar_is_told_in_words(
     word: str,
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(loop, "unigram_entropy_nats", lambda _config: entropy)
+    monkeypatch.setattr(validation, "unigram_entropy_nats", lambda _config: entropy)
     assert train_here(monkeypatch, tmp_path / "run", "validation.interval=2") == 0
     (line,) = (line for line in caplog.messages if line.startswith("validation loss"))
     loss = metrics(tmp_path / "run")[-1]["validation_loss"]
