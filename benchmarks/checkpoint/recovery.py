@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     given = parser.parse_args()
     origin = Origin.here(
-        num_ranks=2,
+        num_ranks=min(2, torch.cuda.device_count()) or 2,
         on_gpus=torch.cuda.device_count() > 0,
         command=f"python -m benchmarks.checkpoint.recovery --gb {given.gb:g} --ways {given.ways}",
         given_commit=given.commit or None,
