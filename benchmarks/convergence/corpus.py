@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.arguments import writable_folder
-from megascale.data.sources import list_files
+from megascale.data.sources import list_inputs
 
 _LEAST_CHARACTERS = 200  # shorter ones are stubs and redirections
 
@@ -87,7 +87,8 @@ def main() -> None:
             subprocess.run(["dpkg", "-x", deb, f"{name}/files"], check=True)
             size = write(folder / f"{package}.jsonl", documents(package, Path(name) / "files"))
         print(f"{package}: {size / 1e6:.1f} MB", flush=True)
-    python = (path.read_text(encoding="utf-8", errors="ignore") for path in list_files(["stdlib"]))
+    names = map(Path, list_inputs(["stdlib"]))
+    python = (path.read_text(encoding="utf-8", errors="ignore") for path in names)
     print(f"stdlib: {write(folder / 'stdlib.jsonl', python) / 1e6:.1f} MB")
 
 

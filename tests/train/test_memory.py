@@ -66,7 +66,7 @@ def _measure_layout(world_size: int, changes: list[str]) -> Measured:
     batch = read(config, make_loader(config, place.dp_rank, mesh.data), 0, ragged=False)
     train_step(assembly, batch.micro_batches, global_batch=batch.num_samples, lr=0.01)
     zero.wait_for_parameters()
-    assembly.program.batches.clear()
+    assembly.program.batches = []
     allocated = live_bytes()
 
     memory = predict_memory(config, mesh, place.pp_rank)

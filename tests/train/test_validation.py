@@ -55,18 +55,21 @@ def test_each_part_is_read_from_its_own_split_by_its_share(parts: Path) -> None:
     config = load_config(None, _settings(setting((folders[0], 0.79), (folders[1], 0.21))))
     found = held_out(config, *ALONE)
     assert [(part.name, part.share) for part in found] == [("prose", 0.79), ("code", 0.21)]
-    assert [len(part.batches) for part in found] == [4, 1]
+    assert [len(list(part.batches)) for part in found] == [4, 1]
     order = open_order(config, "valid")
     assert isinstance(order, Mixture)
     for folder, part, shuffled in zip(folders, found, order.parts, strict=True):
         own = PackedDataset(folder, "valid", SEQ_LEN)
-        expected = [own[shuffled.index(n)] for n in range(len(part.batches) * BATCH)]
+        expected = [own[shuffled.index(n)] for n in range(len(list(part.batches)) * BATCH)]
         assert _tokens(part) == [sample.tokens_S.tolist() for sample in expected]
 
 
 def test_a_part_of_a_small_share_has_a_batch(parts: Path) -> None:
     data = setting((parts / "prose", 0.999), (parts / "code", 0.001))
-    assert [len(p.batches) for p in held_out(load_config(None, _settings(data)), *ALONE)] == [5, 1]
+    assert [len(list(p.batches)) for p in held_out(load_config(None, _settings(data)), *ALONE)] == [
+        5,
+        1,
+    ]
 
 
 def test_folders_of_one_name_are_told_by_their_paths(parts: Path, tmp_path: Path) -> None:
@@ -78,7 +81,7 @@ def test_folders_of_one_name_are_told_by_their_paths(parts: Path, tmp_path: Path
 
 def test_one_data_set_is_the_whole(parts: Path) -> None:
     (part,) = held_out(load_config(None, _settings(f'data.path="{parts / "code"}"')), *ALONE)
-    assert (part.name, part.share, len(part.batches)) == ("", 1.0, 5)
+    assert (part.name, part.share, len(list(part.batches))) == ("", 1.0, 5)
 
 
 def _losses(rank: int, world_size: int, settings: list[str]) -> tuple[float, dict[str, float]]:
