@@ -50,7 +50,10 @@ def main() -> None:
 
 def die_with(pid: int) -> None:
     """End this process when process `pid`, which started it, ends."""
-    descriptor = os.pidfd_open(pid)
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:  # it has ended already
+        os._exit(1)
     if os.getppid() != pid:
         os._exit(1)
 

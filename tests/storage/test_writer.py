@@ -250,3 +250,11 @@ def _is_alive(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+def test_a_writer_whose_parent_is_gone_already_ends_without_a_word() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    program = f"from megascale.storage.writer_process import die_with; die_with({gone.pid})"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert (ended.returncode, ended.stderr) == (1, b"")

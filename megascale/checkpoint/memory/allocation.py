@@ -97,6 +97,7 @@ def make_room(
     copies: Sequence[Slot],
     copy_bytes: int,
     device: torch.device,
+    num_threads: int,
 ) -> None:
     """Size the slots and have the pages of the own ones there, for CUDA to copy to by itself."""
     on_device = device.type == "cuda"
@@ -106,9 +107,8 @@ def make_room(
         for slot in slots:
             slot.allocate(num_bytes)
     for slot in own:
-        if not on_device:
-            slot.populate()
-        elif status := slot.register():
+        slot.populate(num_threads)
+        if on_device and (status := slot.register()):
             logger.warning(
                 "memory slots of %s bytes cannot be registered with CUDA (error %s): the host "
                 "waits for each copy; raise the limit of locked memory (ulimit -l)",

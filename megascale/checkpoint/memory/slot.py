@@ -25,6 +25,7 @@ import os
 import struct
 import weakref
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,6 +42,7 @@ PAGE_BYTES = 4096  # the values start at a multiple: a storage is written from t
 _MAGIC = b"MSSLOT\x00\x02"
 _MARK = b"complete"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
+_POPULATED_BYTES = 1 << 28  # by one call of a thread
 _LENGTHS = struct.Struct("<8sII")
 
 
@@ -172,13 +174,19 @@ class Slot:
             "--shm-size), or set checkpoint.memory_interval = 0"
         )
 
-    def populate(self) -> None:
+    def populate(self, num_threads: int = 1) -> None:
         """Have all pages mapped now, without the interpreter's lock: the first copy to fresh pages
-        was measured at 0.7 GB/s, the second at 27."""
-        address, libc = self.image.data_ptr(), ctypes.CDLL(None)
-        libc.madvise(
-            ctypes.c_void_p(address), ctypes.c_size_t(len(self.image)), _POPULATE_WRITE
-        )  # refused by kernels before 5.14: then the first copy does it
+        was measured at 0.7 GB/s, the second at 27; registering 8 GiB with CUDA took 6.3 s, behind
+        this by 8 threads 0.4 s and this 2.7."""
+        address, end = self.image.data_ptr(), len(self.image)
+        advise = ctypes.CDLL(None).madvise
+
+        def part(start: int) -> None:  # refused by kernels before 5.14: then the first copy does it
+            length = min(_POPULATED_BYTES, end - start)
+            advise(ctypes.c_void_p(address + start), ctypes.c_size_t(length), _POPULATE_WRITE)
+
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="slot-pages") as pool:
+            list(pool.map(part, range(0, end, _POPULATED_BYTES)))
 
     def register(self) -> int:
         """Let CUDA copy to here by itself. Its error code; 0: it does, until the memory goes."""

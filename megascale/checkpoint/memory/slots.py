@@ -167,6 +167,7 @@ class MemorySlots:
             self._completion.copies_to_size(),
             self._all.kept_bytes,
             self._device,
+            self._all.num_threads,
         )
 
     # ------------------------------------------------------------ saving

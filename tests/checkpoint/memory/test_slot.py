@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from megascale.checkpoint.memory import slot as slot_module
 from megascale.checkpoint.memory.body import Body
 from megascale.checkpoint.memory.hashing import Hasher
 from megascale.checkpoint.memory.slot import HEADER_BYTES, MARK_AT, Header, Slot, Stamp
@@ -253,3 +254,15 @@ def test_a_writer_that_ended_on_its_way_leaves_no_mark(memory: Path, num_done: i
         assert new == replace(
             old, stamp=Stamp(1, 2, 7, 2, 16), body_hash=new.body_hash if new else ""
         )
+
+
+def test_pages_are_mapped_by_threads_and_keep_what_they_hold(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_module, "_POPULATED_BYTES", 1 << 16)
+    for slot in (Slot(memory / "slot"), Slot(None)):
+        slot.allocate(5 * (1 << 16) + 4096)
+        slot.image[-1], slot.image[0] = 7, 3
+        slot.populate(3)
+        assert slot.image[[0, -1]].tolist() == [3, 7]
+        assert int(slot.image.sum()) == 10
