@@ -15,8 +15,8 @@ import os
 import random
 import re
 import socket
-from collections.abc import Iterable, Mapping, MutableMapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -322,6 +322,20 @@ def first_visible_gpu(variables: Mapping[str, str] = os.environ) -> str:
 def become(variables: Mapping[str, str]) -> None:
     """Let this process have `variables` beside its own: a waiting one that is made a rank."""
     os.environ.update(variables)
+
+
+@contextmanager
+def variable(name: str, value: str) -> Iterator[None]:
+    """Processes that start inside have it; afterwards it is what it was."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def hostname() -> str:

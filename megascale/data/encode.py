@@ -19,10 +19,9 @@ import os
 import signal
 import threading
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -32,6 +31,7 @@ from numpy.typing import NDArray
 from megascale.data.inputs.documents import Kind, Skipped, Task, TokenDocument
 from megascale.data.prepared import SPLITS, Split
 from megascale.data.tokenizer import TextTokenizer
+from megascale.env import variable
 from megascale.errors import DataError
 
 _TASKS_AHEAD = 4  # per worker; bounds what waits to be written
@@ -179,7 +179,8 @@ def encode_tasks(tasks: Iterable[Task], recipe: Recipe, workers: int) -> Generat
         (recipe,),
     ) as pool:
         try:
-            with _threadless_children():
+            # no threads of numpy's: they would not be used
+            with variable("OPENBLAS_NUM_THREADS", "1"):
                 pending: deque[Future[Encoded]] = deque(
                     pool.submit(_encode, task) for task in islice(rest, workers * _TASKS_AHEAD)
                 )
@@ -193,22 +194,6 @@ def encode_tasks(tasks: Iterable[Task], recipe: Recipe, workers: int) -> Generat
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _threadless_children() -> Iterator[None]:
-    """Processes that start here get no threads of numpy's: they would not be used, and malloc, half
-    of what encoding takes, locks nothing in a process that never had a second thread."""
-    name = "OPENBLAS_NUM_THREADS"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 # --- in the worker process ---------------------------------------------------------------------

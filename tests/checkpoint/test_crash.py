@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megascale.checkpoint import find_latest, load_checkpoint, save_checkpoint, verify
 from megascale.checkpoint.load import load_newest
+from megascale.checkpoint.manifest import OtherFormatError
 from megascale.errors import CheckpointError
 from tests.checkpoint.layouts import empty, reference, rows, whole
 from tests.distributed import run_ranks
@@ -139,14 +140,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "header flipped": (lambda p: _flip_a_byte(p / DATA, 20), rf"{DATA}: bytes 0 to 4,096 have"),
     "data missing": (lambda p: (p / DATA).unlink(), f"{DATA} is missing"),
-    "format 1": (
-        lambda p: _rewrite_format(p, 1),
-        "checkpoint format 1 of an older megascale, this version reads 2; load it with",
-    ),
-    "a newer format": (
-        lambda p: _rewrite_format(p, 3),
-        "checkpoint format 3 of a newer megascale, this version reads 2; update megascale",
-    ),
+}
+OTHER_FORMATS = {
+    1: "checkpoint format 1 of an older megascale, this version reads 2; load it with",
+    3: "checkpoint format 3 of a newer megascale, this version reads 2; update megascale",
 }
 
 
@@ -169,6 +166,18 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(
         verify(newer)
     with pytest.raises(CheckpointError):
         load_checkpoint(newer, [whole("master/a", tensor)])
+
+
+@pytest.mark.parametrize("number", OTHER_FORMATS)
+def test_the_newest_of_another_format_is_refused_not_passed_over(
+    tmp_path: Path, number: int
+) -> None:
+    _save(tmp_path, 1)
+    _rewrite_format(_save(tmp_path, 2), number)
+    tensor = torch.zeros(300)
+    with pytest.raises(OtherFormatError, match=OTHER_FORMATS[number]):
+        load_newest(tmp_path, [whole("master/a", tensor)])
+    assert not tensor.any()
 
 
 def test_nothing_is_ever_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def test_a_hang_in_each_kind_of_group(tmp_path: Path, kind: Kind, group: str, ra
 @pytest.mark.full
 def test_a_disk_that_hangs_in_a_save_holds_up_all_others(tmp_path: Path) -> None:
     """Outside of any step, in waits that torch makes and in our own."""
-    saving = ("checkpoint.enable=true", "checkpoint.interval=2")
+    saving = ("checkpoint.enable=true", "checkpoint.interval=2", "checkpoint.async_mode=off")
     layout: Layout = {"tp": 2, "dp": 2, "pp": 1}
     with Hanging(tmp_path / "run", layout, StuckSave(rank=2), *saving) as job:
         records = job.records()
