@@ -38,6 +38,9 @@ def bench_rank(recipe: Path, overrides: Sequence[str], beside: Beside) -> None:
             "a step without communication computes nothing that may be kept: set "
             "checkpoint.enable=false"
         )
+    if beside.silent:  # ranks that do not meet have no common pace: each reads for itself
+        data = config.data.model_copy(update={"loader": "rank"})
+        config = config.model_copy(update={"data": data})
 
     @contextmanager
     def around(ready: Ready) -> Iterator[None]:
