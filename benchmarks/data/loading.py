@@ -38,6 +38,7 @@ from megascale.data.node.waiting import wait_until
 from megascale.data.opening import open_order
 from megascale.data.prepared import FORMAT_VERSION, Meta, SplitMeta
 from megascale.train.bench.rows import Origin
+from megascale.train.bench.start import reproducible
 
 NUM_TOKENS = 50_000_000
 VOCAB_SIZE = 50_000
@@ -146,7 +147,7 @@ def main() -> None:
     parser.add_argument("--output", type=writable_file)
     parser.add_argument("--commit", default="")
     arguments = parser.parse_args()
-    command = shlex.join(["python", "-m", "benchmarks.data.loading", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", "benchmarks.data.loading", *reproducible(sys.argv[1:])])
     commit = arguments.commit or None
     origin = Origin.here(num_ranks=0, on_gpus=False, command=command, given_commit=commit)
     lines = []

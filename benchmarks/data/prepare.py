@@ -38,6 +38,7 @@ from benchmarks.checkpoint.rows import Line, write_rows
 from megascale.data.tokenizer import train_bpe
 from megascale.env import installed_versions
 from megascale.train.bench.rows import Origin
+from megascale.train.bench.start import reproducible
 
 VOCAB_SIZE = 32_768
 _SAMPLE_BYTES = 8 << 20
@@ -70,7 +71,7 @@ def main() -> None:
     arguments = _arguments()
     cores = sorted(os.sched_getaffinity(0))[: arguments.cores]
     os.sched_setaffinity(0, cores)
-    command = shlex.join(["python", "-m", "benchmarks.data.prepare", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", "benchmarks.data.prepare", *reproducible(sys.argv[1:])])
     origin = Origin.here(
         num_ranks=0, on_gpus=False, command=command, given_commit=arguments.commit or None
     )
