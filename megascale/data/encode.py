@@ -213,8 +213,8 @@ def _start_worker(recipe: Recipe) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Every task frees what the next allocates; a third of all page faults were for memory that had
-    gone to the kernel in between."""
+    """Every task frees what the next allocates: memory stays with the process in between (page
+    faults of one run: 59,035 without, 36,661 with; no gain in time was shown)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for parameter, value in _MALLOPT.items():

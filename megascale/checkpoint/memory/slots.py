@@ -16,12 +16,13 @@ Invariants:
    slot is free, waits, and that is told (`Waits`).
 
 On a GPU the copy runs beside the next step's forward and backward, which only read the state, and
-the update waits for it; the rest goes on behind training. Where the loop does not run a step ahead,
-hashing and sending belong in `settled`: behind training a kill could cost two steps.
+the update waits for it; values are hashed as they arrive, and the rest goes on behind training: of
+45 GB at every step of 1.21 s the loop lost 4.7 ms (H200, 16 cores). Where the loop does not run a
+step ahead, hashing and sending belong in `settled`: behind training a kill could cost two steps.
 
-What a save keeps the loop, measured on two cores that did five times as much beside: of 64 MiB a
-rank, 7 ms to copy (`begin`) and 18 ms to hash; with copies between two ranks 8 and 82 ms, where the
-rest goes on behind training 8 and 11. Of 512 MiB: 79 and 194 ms, with copies 152 and 842 ms.
+What a save keeps the loop on a CPU, two cores in use by others (load 8 to 14), hashed by CRC-32: of
+64 MiB a rank, 7 ms to copy (`begin`) and 18 ms for the rest; with copies between two ranks 8 and
+82 ms. Of 512 MiB: 79 and 194 ms, with copies 152 and 842 ms.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from megascale.checkpoint.agree import Ranks
 from megascale.checkpoint.memory import MemorySlots
+from megascale.checkpoint.memory.hashing import CHUNK_BYTES, Arrival
 from megascale.checkpoint.memory.slot import Slot
 from megascale.errors import CheckpointError
 from megascale.topology import Mesh
@@ -222,3 +224,43 @@ def test_room_that_is_made_behind_training_is_there_at_the_first_save(
     slots.begin(1, 8)
     slots.settled()
     assert slots.restore(None) is not None
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_values_that_arrive_behind_begin_are_hashed_as_they_do(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, is_behind: bool
+) -> None:
+    """As from a device: nothing is in the slot when `begin` returns."""
+    values = torch.arange(3 * CHUNK_BYTES // 4 + 5, dtype=torch.float32)
+    gate = threading.Event()
+
+    def copy_late(self: MemorySlots, image: Tensor) -> tuple[None, list[Arrival]]:
+        source, kept = values.view(torch.uint8), image[self._body.start :]
+
+        def arrive(start: int, stop: int) -> None:
+            assert gate.wait(10.0)
+            kept[start:stop] = source[start:stop]
+
+        stops = [CHUNK_BYTES + 8, 2 * CHUNK_BYTES, len(source)]
+        return None, [
+            Arrival(stop, partial(arrive, start, stop))
+            for start, stop in zip([0, *stops], stops, strict=False)
+        ]
+
+    monkeypatch.setattr(MemorySlots, "_copy_out", copy_late)
+    slots = _open(memory, values, is_behind=is_behind)
+    slots.begin(3, 24)
+    begun = slots._begun
+    assert begun is not None
+    assert begun.hashed is not None, "hashing waits for the step to settle"
+    assert not begun.hashed.done()
+    gate.set()
+    begun.hashed.result(10.0)
+    assert begun.slot.header() is None, "it counts before the step has settled"
+    slots.settled()
+    slots.join()
+    found = torch.zeros_like(values)
+    stamp = _open(memory, found, epoch=2).restore(None)
+    assert stamp is not None
+    assert stamp.step == 3
+    assert torch.equal(found, values)
